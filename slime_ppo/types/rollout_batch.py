@@ -1,0 +1,215 @@
+"""The columns of one rollout, declared once.
+
+A column is one dataclass field of `RolloutBatch`: its dtype, and what it has one entry per. Slicing, merging, checking
+and logging iterate over the fields, so a new tensor costs two edits: declare it here, use it.
+
+Shapes: S samples, P_s prompt tokens and R_s response tokens of sample s. Ragged columns are packed in sample order:
+a per-response-token column is one flat array [sum R_s]. No torch: the driver holds this type.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from slime_ppo.errors import DataError
+from slime_ppo.types.sample import FinishReason, Sample
+
+Per = Literal["sample", "prompt_token", "response_token", "support_id"]
+FINISH_CODES: tuple[FinishReason, ...] = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+
+
+@dataclass(frozen=True)
+class Column:
+    """dtype and alignment of one field of RolloutBatch."""
+
+    dtype: type
+    per: Per
+
+
+def _column(dtype: type, per: Per) -> Any:
+    return field(metadata={"column": Column(dtype, per)})
+
+
+def _later(dtype: type, per: Per) -> Any:
+    """A column that a later stage fills in."""
+    return field(default=None, metadata={"column": Column(dtype, per)})
+
+
+@dataclass(frozen=True)
+class ColumnPart:
+    """Columns that one rank made for some of the samples; `rows` int64 [n] are positions in the RolloutBatch.
+
+    Flat arrays in the order of `rows`. One such object per producing rank and stage crosses the object store.
+    """
+
+    rows: np.ndarray
+    columns: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """All samples of one rollout in sample order.
+
+    Worked example, two samples with prompts of 3 and 2 tokens and responses of 2 and 4 tokens:
+        prompt_lens = [3, 2]; response_lens = [2, 4]; prompt_ids has 5 entries; response_ids, loss_mask, values, ... 6;
+        `batch.select([1]).response_ids` are the last 4.
+    """
+
+    rollout_id: int
+    sample_ids: np.ndarray = _column(np.int64, "sample")
+    group_ids: np.ndarray = _column(np.int64, "sample")
+    trajectory_ids: np.ndarray = _column(np.int64, "sample")
+    prompt_lens: np.ndarray = _column(np.int64, "sample")
+    response_lens: np.ndarray = _column(np.int64, "sample")
+    finish: np.ndarray = _column(np.int8, "sample")
+    rewards: np.ndarray = _column(np.float32, "sample")
+    prompt_ids: np.ndarray = _column(np.int32, "prompt_token")
+    response_ids: np.ndarray = _column(np.int32, "response_token")
+    loss_mask: np.ndarray = _column(np.bool_, "response_token")
+    rollout_log_probs: np.ndarray = _column(np.float32, "response_token")
+    support_counts: np.ndarray | None = _later(np.int32, "response_token")
+    support_ids: np.ndarray | None = _later(np.int32, "support_id")
+    old_log_probs: np.ndarray | None = _later(np.float32, "response_token")
+    # full-vocabulary log-probs of the old policy; the same array as old_log_probs when the sampler is unrestricted
+    old_full_log_probs: np.ndarray | None = _later(np.float32, "response_token")
+    ref_log_probs: np.ndarray | None = _later(np.float32, "response_token")
+    entropy: np.ndarray | None = _later(np.float32, "response_token")
+    values: np.ndarray | None = _later(np.float32, "response_token")
+    bootstrap_values: np.ndarray | None = _later(np.float32, "sample")
+    token_rewards: np.ndarray | None = _later(np.float32, "response_token")
+    returns: np.ndarray | None = _later(np.float32, "response_token")
+    advantages: np.ndarray | None = _later(np.float32, "response_token")
+
+    def __post_init__(self) -> None:
+        for name, column in COLUMNS.items():
+            array = getattr(self, name)
+            if array is None:
+                continue
+            expected = int(self._lengths(column.per).sum()) if column.per != "sample" else self.num_samples
+            if array.shape != (expected,):
+                raise DataError(f"column {name} of rollout {self.rollout_id} has shape {array.shape}, expected ({expected},): "
+                                f"one entry per {column.per} of {self.num_samples} samples")
+            if array.dtype != column.dtype:
+                raise DataError(f"column {name} of rollout {self.rollout_id} is {array.dtype}, expected {np.dtype(column.dtype)}")
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def total_lens(self) -> np.ndarray:
+        """Prompt plus response tokens of each sample, int64 [S]."""
+        return self.prompt_lens + self.response_lens
+
+    @property
+    def trainable_tokens(self) -> np.ndarray:
+        """Number of trainable tokens of each sample, int64 [S]."""
+        return _segment_sum(self.loss_mask.astype(np.int64), self.offsets("response_token"))
+
+    def _lengths(self, per: Per) -> np.ndarray:
+        if per == "prompt_token":
+            return self.prompt_lens
+        if per == "response_token":
+            return self.response_lens
+        if per == "support_id":
+            if self.support_counts is None:
+                raise DataError(f"rollout {self.rollout_id} has support_ids without support_counts")
+            return _segment_sum(self.support_counts.astype(np.int64), self.offsets("response_token"))
+        return np.ones(self.num_samples, np.int64)
+
+    def offsets(self, per: Per) -> np.ndarray:
+        """Start of each sample in a flat column, int64 [S + 1]; the last entry is the column's length."""
+        return np.concatenate(([0], np.cumsum(self._lengths(per)))).astype(np.int64)
+
+    def flat_index(self, rows: Sequence[int] | np.ndarray, per: Per) -> np.ndarray:
+        """Positions in a flat column of the entries of `rows`, in that order."""
+        offsets = self.offsets(per)
+        pieces = [np.arange(offsets[row], offsets[row + 1]) for row in rows]
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "RolloutBatch":
+        """The samples at `rows`, in that order."""
+        index = {per: self.flat_index(rows, per) for per in ("sample", "prompt_token", "response_token")}
+        if self.support_ids is not None:
+            index["support_id"] = self.flat_index(rows, "support_id")
+        chosen = {name: getattr(self, name)[index[column.per]] for name, column in COLUMNS.items() if getattr(self, name) is not None}
+        return replace(self, **{name: chosen.get(name) for name in COLUMNS})
+
+    def with_columns(self, **columns: np.ndarray) -> "RolloutBatch":
+        """A copy with these columns set; lengths and dtypes are checked."""
+        return replace(self, **columns)
+
+    def with_parts(self, parts: Iterable[ColumnPart | None]) -> "RolloutBatch":
+        """A copy with the columns that ranks made for their samples put together in sample order.
+
+        Parts of ranks that hold no result are None. Raises DataError when a sample is missing or given twice.
+        """
+        parts = [part for part in parts if part is not None]
+        names = sorted({name for part in parts for name in part.columns})
+        merged: dict[str, np.ndarray] = {}
+        for name in names:
+            column = COLUMNS[name]
+            owners = [part for part in parts if name in part.columns]
+            rows = np.concatenate([part.rows for part in owners])
+            if len(rows) != self.num_samples or len(np.unique(rows)) != self.num_samples:
+                raise DataError(f"column {name} of rollout {self.rollout_id}: ranks returned {len(rows)} samples "
+                                f"({len(np.unique(rows))} different) for {self.num_samples}")
+            index = self.flat_index(rows, column.per)
+            values = np.concatenate([part.columns[name] for part in owners])
+            if len(values) != len(index):
+                raise DataError(f"column {name} of rollout {self.rollout_id}: ranks returned {len(values)} entries for {len(index)}")
+            whole = np.empty(len(index), column.dtype)
+            whole[index] = values
+            merged[name] = whole
+        return self.with_columns(**merged)
+
+    @staticmethod
+    def from_samples(rollout_id: int, samples: Sequence[Sample]) -> "RolloutBatch":
+        """Pack samples whose rewards are known. All of them, or none, must have a support."""
+        unrewarded = [s.sample_id for s in samples if s.reward is None]
+        if unrewarded:
+            raise DataError(f"samples {unrewarded[:5]} of rollout {rollout_id} have no reward")
+        restricted = [s.support is not None for s in samples]
+        if any(restricted) and not all(restricted):
+            raise DataError(f"sample {samples[restricted.index(False)].sample_id} of rollout {rollout_id} has no recorded "
+                            "support while others have: the engine must return it for every sample")
+        per_sample = {
+            "sample_ids": [s.sample_id for s in samples],
+            "group_ids": [s.group_id for s in samples],
+            "trajectory_ids": [s.trajectory_id for s in samples],
+            "prompt_lens": [len(s.prompt.token_ids) for s in samples],
+            "response_lens": [len(s.response_ids) for s in samples],
+            "finish": [FINISH_CODES.index(s.finish) for s in samples],
+            "rewards": [s.reward for s in samples],
+        }
+        ragged = {
+            "prompt_ids": [s.prompt.token_ids for s in samples],
+            "response_ids": [s.response_ids for s in samples],
+            "loss_mask": [s.loss_mask for s in samples],
+            "rollout_log_probs": [s.rollout_log_probs for s in samples],
+        }
+        if any(restricted):
+            ragged["support_counts"] = [s.support.counts for s in samples if s.support is not None]
+            ragged["support_ids"] = [s.support.ids for s in samples if s.support is not None]
+        columns = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
+        columns |= {name: _concatenate(pieces, COLUMNS[name].dtype) for name, pieces in ragged.items()}
+        return RolloutBatch(rollout_id=rollout_id, **columns)
+
+
+def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.asarray(piece, dtype) for piece in pieces]) if pieces else np.zeros(0, dtype)
+
+
+def _segment_sum(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    sums = np.concatenate(([0], np.cumsum(values)))
+    return sums[offsets[1:]] - sums[offsets[:-1]]
+
+
+def _declared_columns() -> dict[str, Column]:
+    declared: tuple[Field[Any], ...] = fields(RolloutBatch)
+    return {f.name: f.metadata["column"] for f in declared if "column" in f.metadata}
+
+
+COLUMNS: Mapping[str, Column] = _declared_columns()
