@@ -72,7 +72,7 @@ class RolloutBatch:
     support_counts: np.ndarray | None = _later(np.int32, "response_token")
     support_ids: np.ndarray | None = _later(np.int32, "support_id")
     old_log_probs: np.ndarray | None = _later(np.float32, "response_token")
-    # full-vocabulary log-probs of the old policy; the same array as old_log_probs when the sampler is unrestricted
+    # over the full vocabulary; None when the sampler is unrestricted, as old_log_probs are just that
     old_full_log_probs: np.ndarray | None = _later(np.float32, "response_token")
     ref_log_probs: np.ndarray | None = _later(np.float32, "response_token")
     entropy: np.ndarray | None = _later(np.float32, "response_token")
@@ -107,6 +107,11 @@ class RolloutBatch:
     def trainable_tokens(self) -> np.ndarray:
         """Number of trainable tokens of each sample, int64 [S]."""
         return _segment_sum(self.loss_mask.astype(np.int64), self.offsets("response_token"))
+
+    @property
+    def kl_log_probs(self) -> np.ndarray:
+        """Old log-probs over the full vocabulary, which the KL to the reference needs; on a support it would be blind."""
+        return filled(self.old_log_probs if self.old_full_log_probs is None else self.old_full_log_probs)
 
     def _lengths(self, per: Per) -> np.ndarray:
         if per == "prompt_token":
@@ -196,6 +201,13 @@ class RolloutBatch:
         columns = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
         columns |= {name: _concatenate(pieces, COLUMNS[name].dtype) for name, pieces in ragged.items()}
         return RolloutBatch(rollout_id=rollout_id, **columns)
+
+
+def filled(column: np.ndarray | None) -> np.ndarray:
+    """The column, which an earlier stage must have filled in."""
+    if column is None:
+        raise DataError("a column is needed that no earlier stage has filled in")
+    return column
 
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -1,0 +1,83 @@
+"""Offload and wake of a trainer: every storage is freed and filled again, so that all views stay valid."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class _Parked:
+    """A storage that was freed: its size, and its bytes on the host (None: not kept, comes back as zeros)."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    host: torch.Tensor | None
+
+
+class Offloader:
+    """Frees the device memory of a trainer's parameters, gradients, main parameters and moments; bit-exact.
+
+    `untyped_storage().resize_(0)` keeps every tensor and view alive, unlike replacing tensors, after which shards would
+    stop being views of the parameter buffer. Gradients are not kept. Optimizer state that does not exist yet (before
+    the first step) is simply not there.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: object) -> None:
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._parked: list[_Parked] | None = None
+
+    @property
+    def awake(self) -> bool:
+        return self._parked is None
+
+    def offload(self) -> None:
+        """Copy to the host and free. Does nothing when already offloaded."""
+        if self._parked is not None:
+            return
+        parked: dict[int, _Parked] = {}
+        for tensor, keep in self._tensors():
+            storage = tensor.untyped_storage()
+            if storage.size() == 0 or storage.data_ptr() in parked:
+                continue
+            host = _bytes_of(storage, tensor.device).to("cpu", copy=True) if keep else None
+            parked[storage.data_ptr()] = _Parked(storage, storage.size(), host)
+        self._parked = list(parked.values())
+        for entry in self._parked:
+            entry.storage.resize_(0)
+
+    def wake(self) -> None:
+        """Allocate again and copy back. Does nothing when awake."""
+        if self._parked is None:
+            return
+        for entry in self._parked:
+            entry.storage.resize_(entry.num_bytes)
+            whole = _bytes_of(entry.storage, entry.storage.device)
+            if entry.host is None:
+                whole.zero_()
+            else:
+                whole.copy_(entry.host)
+        self._parked = None
+
+    def resident_bytes(self) -> int:
+        """Bytes of the trainer's storages on the device now."""
+        storages = [tensor.untyped_storage() for tensor, _ in self._tensors()]
+        return sum({storage.data_ptr(): storage.size() for storage in storages}.values())
+
+    def _tensors(self) -> Iterator[tuple[torch.Tensor, bool]]:
+        """(tensor, whether its contents must survive)."""
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):  # type: ignore[misc]
+                if buffer.param_data is not None:
+                    yield buffer.param_data, True
+                yield buffer.grad_data, False
+        for optimizer in self._optimizer.chained_optimizers:  # type: ignore[attr-defined]
+            for group in optimizer.optimizer.param_groups:
+                yield from ((parameter.data, True) for parameter in group["params"])
+            for state in optimizer.optimizer.state.values():
+                yield from ((value, True) for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,147 @@
+"""A Megatron GPT model from a HF model shape: the actor with its output layer, or the critic with a value head."""
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime_ppo.backends.megatron.spec import transformer_block_spec
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.conversion.mapping import Split
+from slime_ppo.conversion.shard import shard
+from slime_ppo.conversion.table import ConversionTable, Head
+from slime_ppo.errors import ConversionError
+from slime_ppo.parallel.layout import ParallelLayout
+
+
+def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's config of a Llama-shaped model. No dropout: old, current and reference log-probs must be comparable."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        layernorm_epsilon=shape.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tp_size,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        # losses are sums divided by our own denominator: the only form that is the same in every layout
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        # the default, allgather, refuses variable sequence lengths even for dense models
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def padded_vocab_size(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
+    """The smallest multiple of divisible_by * tp_size that holds the vocabulary (Megatron's rule)."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+class ValueHead(torch.nn.Module):
+    """hidden -> one value per token, in float32, replicated over TP; stands in for GPTModel.output_layer.
+
+    Under sequence parallelism each rank sees its slice of the tokens: the weight's gradient is partial (summed by name
+    of its `sequence_parallel` mark) and the gathered values are the same on all ranks, so that their gradient is split,
+    not summed; summing it would multiply the trunk's gradient by the TP size.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """hidden [t, 1, h] -> values [T, 1, 1] of the whole sequence; the second result stands for Megatron's bias."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight)
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def build_model(
+    shape: ModelShape, config: TransformerConfig, *, head: Head, make_vocab_size_divisible_by: int
+) -> GPTModel:
+    """The model of this rank with random weights; `load_hf_weights` fills it."""
+    vocab = padded_vocab_size(
+        shape.vocab_size, divisible_by=make_vocab_size_divisible_by, tp_size=config.tensor_model_parallel_size
+    )
+    model = GPTModel(
+        config,
+        transformer_block_spec(config, vp_stage=None, pp_rank=parallel_state.get_pipeline_model_parallel_rank()),
+        vocab_size=vocab,
+        max_sequence_length=shape.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        # a critic has no second use of its embedding
+        share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "language_model",
+    )
+    if head == "value":
+        model.output_layer = ValueHead(config)
+    return model
+
+
+def first_layer(model: GPTModel) -> int:
+    """Global number of the model's layer 0."""
+    return int(model.decoder.layers[0].layer_number) - 1
+
+
+@torch.no_grad()
+def load_hf_weights(model: GPTModel, table: ConversionTable, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
+    """Fill this rank's shards from the HF tensors. A missing value head stays as it was built: zeros.
+
+    Raises ConversionError that lists every missing, unused or mis-shaped tensor.
+    """
+    is_critic = isinstance(model.output_layer, ValueHead)
+    optional: frozenset[str] = frozenset()
+    if is_critic:  # its trunk may come from a policy's folder, or from one that brings a head
+        optional = frozenset({"lm_head.weight", "score.weight"})
+    elif model.share_embeddings_and_output_weights:  # some folders store the tied output layer again
+        optional = frozenset({"lm_head.weight"})
+    table.check_hf_names(weights, source=source, optional=optional)
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    wrong: list[str] = []
+    for name, parameter in model.named_parameters():
+        rule = table.rule(name, first_layer(model))
+        if is_critic and rule.hf == ("score.weight",) and "score.weight" not in weights:
+            continue
+        local = shard(
+            rule.split,
+            [weights[hf] for hf in rule.hf],
+            num_query_groups=table.shape.num_query_groups,
+            padded_vocab=parameter.shape[0] * tp_size if rule.split is Split.VOCAB else 0,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+        )
+        if local.shape != parameter.shape:
+            wrong.append(f"{', '.join(rule.hf)} give {tuple(local.shape)} for {name}, which is {tuple(parameter.shape)}")
+            continue
+        parameter.copy_(local)
+    if wrong:
+        raise ConversionError(f"{source} does not have the shapes of its config.json: " + "; ".join(wrong))

@@ -1,0 +1,98 @@
+"""DDP, the distributed optimizer, and one optimizer step with our rules for skipping."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime_ppo.backends.megatron.model import ValueHead
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Adam's numbers of one role. The learning rate is set anew at every step."""
+
+    clip_grad: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """`grad_norm` is the norm before clipping; `stepped` is False when it was not finite and nothing was changed."""
+
+    grad_norm: float
+    stepped: bool
+
+
+def wrap_model(model: GPTModel, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """Float16Module where the parameters are bf16, then DDP whose gradients are sums over data parallel ranks."""
+    module: torch.nn.Module = model
+    if config.bf16:
+        module = Float16Module(config, model)
+        if isinstance(model.output_layer, ValueHead):
+            model.output_layer.float()  # Float16Module has just cast it
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    chunks = [DistributedDataParallel(config, ddp_config, module)]
+
+    def finalize(chunk_list: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
+        # the loss is already divided by the step's denominator: Megatron must not divide by its token count
+        finalize_model_grads(chunk_list, None, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+    return chunks
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, bf16: bool) -> ChainedOptimizer:
+    """Adam with state sharded over the data-parallel ranks."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        min_lr=0.0,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        use_distributed_optimizer=True,
+        bf16=bf16,
+    )
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Clear the gradient buffers and what the optimizer keeps of them (Megatron adds to both)."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: ChainedOptimizer, *, lr: float, clip_grad: float) -> StepOutcome:
+    """Clip by the global norm and update, unless the norm is not finite; all ranks of the role decide alike.
+
+    `clip_grad` 0 turns clipping off.
+    """
+    found_inf = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(norm):
+        return StepOutcome(norm, stepped=False)
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step_with_ready_grads()
+    return StepOutcome(norm, stepped=True)

@@ -1,0 +1,209 @@
+"""One rank of one role: what the actor and the critic have in common."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
+from slime_ppo.backends.megatron.init import RankSettings, init_rank
+from slime_ppo.backends.megatron.memory import Offloader
+from slime_ppo.backends.megatron.model import build_model, load_hf_weights, transformer_config
+from slime_ppo.backends.megatron.optimizer import (
+    OptimizerSettings,
+    StepOutcome,
+    apply_gradients,
+    build_optimizer,
+    wrap_model,
+    zero_gradients,
+)
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.conversion.hf_io import HfWeights
+from slime_ppo.conversion.table import ConversionTable, Head as HeadKind
+from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.data.pack import pack_micro_batch
+from slime_ppo.data.schedule import split_rows
+from slime_ppo.parallel.layout import ParallelLayout
+from slime_ppo.types.micro_batch import MicroBatch
+from slime_ppo.ppo_utils.aggregate import masked_sum
+from slime_ppo.ppo_utils.denominator import make_denominator
+from slime_ppo.ppo_utils.packed import require_finite
+from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart, RolloutBatch
+from slime_ppo.types.stats import Stats
+from slime_ppo.types.step_plan import Step, StepPlan
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Where a role's weights come from. `ref_folder` None: the role keeps no reference."""
+
+    hf_folder: str
+    ref_folder: str | None
+    dtype: str
+    make_vocab_size_divisible_by: int
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass."""
+
+    micro_batch_size: int | None
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Everything one rank needs to come up."""
+
+    rank: RankSettings
+    layout: ParallelLayout
+    model: ModelSettings
+    optimizer: OptimizerSettings
+    batch: BatchSettings
+
+
+class MegatronRole:
+    """Model, optimizer and memory of this rank. Methods that the docstring calls collective are called by all ranks."""
+
+    def __init__(self, settings: WorkerSettings, head: HeadKind) -> None:
+        self.layout = settings.layout
+        self.batch_settings = settings.batch
+        self.clip_grad = settings.optimizer.clip_grad
+        self.device = init_rank(settings.rank, settings.layout)
+        self.dp_rank = settings.layout.dp_rank(settings.rank.rank)
+        self.reports = settings.layout.tp_rank(settings.rank.rank) == 0
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
+        self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
+        self.table = ConversionTable(self.shape, head)
+        config = transformer_config(self.shape, settings.layout, dtype)
+        self.model = build_model(
+            self.shape, config, head=head, make_vocab_size_divisible_by=settings.model.make_vocab_size_divisible_by
+        ).to(self.device)
+        self.reference = None
+        if settings.model.ref_folder is not None:
+            self._load(settings.model.ref_folder)
+        self.chunks = wrap_model(self.model, config)
+        if settings.model.ref_folder is not None:
+            self.reference = ReferenceWeights(self.chunks)
+        if settings.model.ref_folder != settings.model.hf_folder:
+            self._load(settings.model.hf_folder)
+        self.optimizer = build_optimizer(self.chunks, settings.optimizer, bf16=dtype == torch.bfloat16)
+        self.memory = Offloader(self.chunks, self.optimizer)
+
+    def _load(self, folder: str) -> None:
+        load_hf_weights(self.model, self.table, HfWeights(folder), source=folder)
+
+    def micro_batches(self, batch: RolloutBatch, rows: np.ndarray) -> list[MicroBatch]:
+        """This rank's share of `rows`; every data-parallel rank gets equally many micro-batches."""
+        shares = split_rows(
+            rows,
+            batch.total_lens,
+            dp_size=self.layout.dp_size,
+            micro_batch_size=self.batch_settings.micro_batch_size,
+            max_tokens=self.batch_settings.max_tokens,
+        )
+        return [
+            pack_micro_batch(batch, share, multiple=self.layout.tp_size, device=self.device) for share in shares[self.dp_rank]
+        ]
+
+    def columns(self, micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
+        """A pass without gradients over this rank's micro-batches. Collective."""
+        return forward_columns(self.chunks, micro_batches, head)
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
+        """Gradients of one optimizer step, reduced over data-parallel ranks. Collective."""
+        zero_gradients(self.chunks, self.optimizer)
+        forward_backward(self.chunks, micro_batches, loss)
+
+    def apply(self, lr: float) -> StepOutcome:
+        """Clip and update. Collective."""
+        return apply_gradients(self.optimizer, lr=lr, clip_grad=self.clip_grad)
+
+
+def run_steps(
+    plan: StepPlan, batch: RolloutBatch, learning_rates: Sequence[float], run: Callable[[Step, float, Stats], bool]
+) -> list[Stats]:
+    """Call `run(step, lr, stats)` for each planned step that has a trainable token, until it returns True.
+
+    Skipped steps say so in their statistics; every step reports its learning rate and its number of trainable tokens.
+    """
+    results: list[Stats] = []
+    stopped = False
+    for step, lr in zip(plan.steps, learning_rates, strict=True):
+        stats = Stats()
+        trainable = int(batch.trainable_tokens[step.rows].sum())
+        if stopped or not trainable:
+            stats.add_value("skipped", 1.0)
+        else:
+            stopped = run(step, lr, stats)
+        stats.add_value("lr", lr)
+        stats.add_value("num_tokens", trainable)
+        results.append(stats)
+    return results
+
+
+def sample_weights(batch: RolloutBatch, step: Step, ppo: PpoConfig) -> np.ndarray:
+    """What a trainable token of each sample counts in the step's loss, float64 [S]; 0 for samples of other steps.
+
+    Made from the whole step, before it is cut into ranks and micro-batches (SEMANTICS 9).
+    """
+    denominator = make_denominator(
+        batch.trainable_tokens[step.rows],
+        batch.trajectory_ids[step.rows],
+        mode=ppo.loss_reduction,
+        length_norm=ppo.loss_length_norm,
+    )
+    weights = np.zeros(batch.num_samples)
+    weights[step.rows] = denominator.sample_weights
+    return weights
+
+
+def token_weights(weights: np.ndarray, micro_batch: MicroBatch) -> torch.Tensor:
+    """The weight of each response token of the micro-batch, [N]."""
+    return torch.tensor(np.repeat(weights[micro_batch.rows], micro_batch.batch.response_lens), device=micro_batch.device)
+
+
+def add_token_means(stats: Stats, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    """Add token averages over the trainable tokens of a micro-batch."""
+    for name, value in values.items():
+        stats.add_mean(name, *masked_sum(value, mask))
+
+
+def require_finite_columns(batch: RolloutBatch, columns: Mapping[str, np.ndarray]) -> None:
+    """NumericsError naming the sample when a per-token column is not finite at a trainable token."""
+    mask, lens = torch.tensor(batch.loss_mask), torch.tensor(batch.response_lens)
+    for name, values in columns.items():
+        if COLUMNS[name].per == "response_token":
+            require_finite(torch.tensor(values), mask, lens, sample_ids=torch.tensor(batch.sample_ids), name=name)
+
+
+class ReferenceWeights:
+    """The frozen reference as host copies of the parameter buffers; no second model on the device.
+
+    While swapped in no optimizer step and no export may run: in float32 the optimizer's parameters are views of the
+    same buffers.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._buffers = [buffer.param_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[misc]
+        self._host = [self._on_host(buffer) for buffer in self._buffers]
+        self._policy = [torch.empty_like(copy) for copy in self._host]
+
+    @staticmethod
+    def _on_host(buffer: torch.Tensor) -> torch.Tensor:
+        copy = buffer.detach().to("cpu", copy=True)
+        return copy.pin_memory() if buffer.is_cuda else copy
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the reference weights inside, and has its own back, bit for bit, after."""
+        for buffer, policy, reference in zip(self._buffers, self._policy, self._host, strict=True):
+            policy.copy_(buffer)
+            buffer.copy_(reference)
+        try:
+            yield
+        finally:
+            for buffer, policy in zip(self._buffers, self._policy, strict=True):
+                buffer.copy_(policy)

@@ -1,0 +1,104 @@
+"""Reading and writing the weights of a Hugging Face folder (safetensors, one file or an index of several)."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from slime_ppo.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# what a folder needs besides weights to be loaded again
+COMPANION_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+
+class HfWeights(Mapping[str, torch.Tensor]):
+    """Name -> tensor of a HF folder, read from disk one tensor at a time.
+
+    Raises CheckpointError for a folder without safetensors, or an index that names a file that is not there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._file_of = self._find_files()
+
+    def _find_files(self) -> dict[str, str]:
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            for file in sorted(set(weight_map.values())):
+                if not (self.folder / file).is_file():
+                    raise CheckpointError(f"{index} names {file}, which is not in {self.folder}: download or convert the model again")
+            return weight_map
+        single = self.folder / SINGLE_FILE
+        if not single.is_file():
+            raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a local Hugging Face folder with safetensors weights")
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+class HfWriter:
+    """Writes a HF folder file by file beside its final place, and publishes it by one rename at the end.
+
+    An existing folder at the target is replaced only when the new one is whole.
+    """
+
+    def __init__(self, target: str | Path, *, source_folder: str | Path, config_changes: Mapping[str, object]) -> None:
+        self.target = Path(target)
+        self.partial = self.target.with_name(self.target.name + ".partial")
+        self._source = Path(source_folder)
+        self._config_changes = config_changes
+        self._weight_map: dict[str, str] = {}
+        self._total_bytes = 0
+        self._num_files = 0
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add one file with these tensors."""
+        self._num_files += 1
+        name = f"model-{self._num_files:05d}.safetensors"
+        save_file(dict(tensors), self.partial / name, metadata={"format": "pt"})
+        self._weight_map |= dict.fromkeys(tensors, name)
+        self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def publish(self) -> None:
+        """Write config, tokenizer files and index, then put the folder in its place."""
+        if self._num_files == 1:
+            (self.partial / "model-00001.safetensors").rename(self.partial / SINGLE_FILE)
+        else:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
+            (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+        config = json.loads((self._source / "config.json").read_text(encoding="utf-8")) | dict(self._config_changes)
+        (self.partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        for file in COMPANION_FILES:
+            if (self._source / file).is_file():
+                shutil.copy2(self._source / file, self.partial / file)
+        if self.target.exists():
+            shutil.rmtree(self.target)
+        self.partial.rename(self.target)

@@ -1,0 +1,64 @@
+"""A model family's table applied to a model shape: which HF tensors make which Megatron parameter."""
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.conversion.families.llama import LLAMA
+from slime_ppo.conversion.mapping import ModelFamily, Rule
+from slime_ppo.errors import ConversionError
+
+Head = Literal["language_model", "value"]
+FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLAMA,)}
+
+
+class ConversionTable:
+    """Looks up the rule of a Megatron parameter, with layer numbers filled in."""
+
+    def __init__(self, shape: ModelShape, head: Head) -> None:
+        family = FAMILIES[shape.model_type]
+        self.rules = _expand(family, shape, head)
+        self.shape = shape
+
+    def rule(self, megatron_name: str, first_layer: int) -> Rule:
+        """The rule of a parameter by its local name; `first_layer` is the global number of the chunk's layer 0."""
+        name = _global_name(megatron_name, first_layer)
+        if name not in self.rules:
+            raise ConversionError(f"the {self.shape.model_type} table has no rule for the Megatron parameter {name}")
+        return self.rules[name]
+
+    def check_hf_names(self, present: Iterable[str], *, source: str, optional: frozenset[str] = frozenset()) -> None:
+        """One error that lists every HF tensor the table needs and does not find, or finds and does not use.
+
+        `optional` names may be present without being used, or missing.
+        """
+        found = set(present)
+        needed = {name for rule in self.rules.values() for name in rule.hf}
+        missing = sorted(needed - found - optional)
+        unused = sorted(found - needed - optional)
+        if missing or unused:
+            raise ConversionError(
+                f"{source} does not fit the {self.shape.model_type} table: "
+                + "; ".join(
+                    f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("not used", unused)) if names
+                )
+            )
+
+
+def _expand(family: ModelFamily, shape: ModelShape, head: Head) -> dict[str, Rule]:
+    rules = list(family.rules)
+    if head == "value":
+        rules.append(family.value_head)
+    elif not shape.tie_word_embeddings:
+        rules.append(family.output_layer)
+    expanded: dict[str, Rule] = {}
+    for rule in rules:
+        for layer in range(shape.num_layers) if "{layer}" in rule.megatron else (0,):
+            name = rule.megatron.format(layer=layer)
+            expanded[name] = Rule(name, tuple(hf.format(layer=layer) for hf in rule.hf), rule.split)
+    return expanded
+
+
+def _global_name(local_name: str, first_layer: int) -> str:
+    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m.group(1)) + first_layer}.", local_name)
