@@ -33,11 +33,12 @@ class Rule:
 class ModelFamily:
     """A family is a table that converts both ways.
 
-    `tied` is the HF name that the output layer shares when the embeddings are tied; `value_head` the name under which a
-    critic's head is kept in a HF folder.
+    `output_layer` is left out when the embeddings are tied. `value_head` replaces it in a critic, whose folder is that of
+    the HF class `value_architecture`.
     """
 
     model_type: str
     rules: tuple[Rule, ...]
     output_layer: Rule
     value_head: Rule
+    value_architecture: str

@@ -17,9 +17,10 @@ class ConversionTable:
     """Looks up the rule of a Megatron parameter, with layer numbers filled in."""
 
     def __init__(self, shape: ModelShape, head: Head) -> None:
-        family = FAMILIES[shape.model_type]
-        self.rules = _expand(family, shape, head)
+        self.family = FAMILIES[shape.model_type]
+        self.rules = _expand(self.family, shape, head)
         self.shape = shape
+        self.head = head
 
     def rule(self, megatron_name: str, first_layer: int) -> Rule:
         """The rule of a parameter by its local name; `first_layer` is the global number of the chunk's layer 0."""

@@ -8,7 +8,6 @@ import torch
 from slime_ppo.backends.megatron.collectives import sum_over_data_parallel, tensor_parallel_group
 from slime_ppo.backends.megatron.role import (
     MegatronRole,
-    WorkerSettings,
     add_token_means,
     require_finite_columns,
     run_steps,
@@ -16,6 +15,7 @@ from slime_ppo.backends.megatron.role import (
     token_weights,
 )
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import masked_weighted_sum
 from slime_ppo.ppo_utils.kl import kl_estimate, kl_loss
 from slime_ppo.ppo_utils.policy_loss import clipped_policy_loss

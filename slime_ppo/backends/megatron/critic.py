@@ -9,7 +9,6 @@ import torch.distributed as dist
 from slime_ppo.backends.megatron.collectives import data_parallel_group
 from slime_ppo.backends.megatron.role import (
     MegatronRole,
-    WorkerSettings,
     add_token_means,
     require_finite_columns,
     run_steps,
@@ -17,6 +16,7 @@ from slime_ppo.backends.megatron.role import (
     token_weights,
 )
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import masked_weighted_sum
 from slime_ppo.ppo_utils.gae import generalized_advantages
 from slime_ppo.ppo_utils.moments import ExplainedVariance

@@ -16,11 +16,11 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-DeviceKind = Literal["cpu", "cuda"]
+from slime_ppo.parallel.worker_settings import DeviceKind
 
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like",
@@ -32,13 +32,6 @@ _GPU_ONLY_PACKAGES = (
     "flash_mla", "flash_attn", "flash_attn_3", "flashattn_hopper", "transformer_engine",
     "transformer_engine_torch", "apex", "amp_C", "deep_ep", "grouped_gemm", "nvidia_resiliency_ext",
 )  # fmt: skip
-
-
-def resolve_device(requested: Literal["cpu", "cuda", "auto"]) -> DeviceKind:
-    """`auto` is cuda when torch sees a GPU, else cpu."""
-    if requested == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return requested
 
 
 def collective_backend(device: DeviceKind) -> str:

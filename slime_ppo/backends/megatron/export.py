@@ -8,10 +8,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from slime_ppo.backends.megatron.model import first_layer
+from slime_ppo.conversion.hf_io import HfWriter
 from slime_ppo.conversion.mapping import Rule
 from slime_ppo.conversion.shard import unshard
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, plan_buckets
 
 
 class WeightExporter:
@@ -24,6 +25,13 @@ class WeightExporter:
         self.specs: tuple[TensorSpec, ...] = tuple(
             spec for rule, parameter in self._parameters for spec in self._specs_of(rule, parameter)
         )
+
+    @property
+    def config_changes(self) -> dict[str, object]:
+        """What a saved folder's config.json must say differently from the folder the model came from."""
+        if self._table.head == "language_model":
+            return {}
+        return {"architectures": [self._table.family.value_architecture], "num_labels": 1}
 
     def _specs_of(self, rule: Rule, parameter: torch.Tensor) -> list[TensorSpec]:
         shards = [torch.empty(parameter.shape, device="meta", dtype=parameter.dtype)] * self._tp_size
@@ -56,3 +64,18 @@ class WeightExporter:
                 if name in wanted:
                     gathered[name] = whole.contiguous()
         return gathered
+
+
+def save_hf_folder(exporter: WeightExporter, folder: str, *, source: str, bucket_bytes: int, writes: bool) -> None:
+    """Write the weights as a Hugging Face folder, one bucket at a time, from the rank that `writes`. Collective.
+
+    `source` is the folder whose config and tokenizer are copied. A critic's folder names its head `score.weight`, as
+    sequence classifiers do.
+    """
+    writer = HfWriter(folder, source_folder=source, config_changes=exporter.config_changes) if writes else None
+    for bucket in plan_buckets(exporter.specs, bucket_bytes):
+        tensors = exporter.gather(bucket)
+        if writer is not None:
+            writer.write({name: tensor.cpu() for name, tensor in tensors.items()})
+    if writer is not None:
+        writer.publish()

@@ -2,26 +2,13 @@
 
 import datetime
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from slime_ppo.backends.megatron.device import DeviceKind, collective_backend, prepare_megatron
+from slime_ppo.backends.megatron.device import collective_backend, prepare_megatron
 from slime_ppo.parallel.layout import ParallelLayout
-
-
-@dataclass(frozen=True)
-class RankSettings:
-    """Where a rank stands and how it computes. `init_method` is torch.distributed's, e.g. tcp://127.0.0.1:29500."""
-
-    rank: int
-    init_method: str
-    device: DeviceKind
-    seed: int
-    num_threads: int
-    deterministic: bool
-    collective_timeout_s: float
+from slime_ppo.parallel.worker_settings import RankSettings
 
 
 def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:

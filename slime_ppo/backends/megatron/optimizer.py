@@ -15,17 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_ppo.backends.megatron.model import ValueHead
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Adam's numbers of one role. The learning rate is set anew at every step."""
-
-    clip_grad: float
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
+from slime_ppo.parallel.worker_settings import OptimizerSettings
 
 
 @dataclass(frozen=True)

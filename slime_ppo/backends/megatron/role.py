@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
-from slime_ppo.backends.megatron.init import RankSettings, init_rank
+from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.memory import Offloader
 from slime_ppo.backends.megatron.model import build_model, load_hf_weights, transformer_config
 from slime_ppo.backends.megatron.optimizer import (
-    OptimizerSettings,
     StepOutcome,
     apply_gradients,
     build_optimizer,
@@ -25,7 +23,7 @@ from slime_ppo.conversion.table import ConversionTable, Head as HeadKind
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.data.pack import pack_micro_batch
 from slime_ppo.data.schedule import split_rows
-from slime_ppo.parallel.layout import ParallelLayout
+from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.ppo_utils.aggregate import masked_sum
 from slime_ppo.ppo_utils.denominator import make_denominator
@@ -35,42 +33,12 @@ from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """Where a role's weights come from. `ref_folder` None: the role keeps no reference."""
-
-    hf_folder: str
-    ref_folder: str | None
-    dtype: str
-    make_vocab_size_divisible_by: int
-
-
-@dataclass(frozen=True)
-class BatchSettings:
-    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass."""
-
-    micro_batch_size: int | None
-    max_tokens: int | None
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """Everything one rank needs to come up."""
-
-    rank: RankSettings
-    layout: ParallelLayout
-    model: ModelSettings
-    optimizer: OptimizerSettings
-    batch: BatchSettings
-
-
 class MegatronRole:
     """Model, optimizer and memory of this rank. Methods that the docstring calls collective are called by all ranks."""
 
     def __init__(self, settings: WorkerSettings, head: HeadKind) -> None:
+        self.settings = settings
         self.layout = settings.layout
-        self.batch_settings = settings.batch
-        self.clip_grad = settings.optimizer.clip_grad
         self.device = init_rank(settings.rank, settings.layout)
         self.dp_rank = settings.layout.dp_rank(settings.rank.rank)
         self.reports = settings.layout.tp_rank(settings.rank.rank) == 0
@@ -101,8 +69,8 @@ class MegatronRole:
             rows,
             batch.total_lens,
             dp_size=self.layout.dp_size,
-            micro_batch_size=self.batch_settings.micro_batch_size,
-            max_tokens=self.batch_settings.max_tokens,
+            micro_batch_size=self.settings.batch.micro_batch_size,
+            max_tokens=self.settings.batch.max_tokens,
         )
         return [
             pack_micro_batch(batch, share, multiple=self.layout.tp_size, device=self.device) for share in shares[self.dp_rank]
@@ -119,7 +87,7 @@ class MegatronRole:
 
     def apply(self, lr: float) -> StepOutcome:
         """Clip and update. Collective."""
-        return apply_gradients(self.optimizer, lr=lr, clip_grad=self.clip_grad)
+        return apply_gradients(self.optimizer, lr=lr, clip_grad=self.settings.optimizer.clip_grad)
 
 
 def run_steps(

@@ -27,4 +27,5 @@ LLAMA = ModelFamily(
     ),
     output_layer=Rule("output_layer.weight", ("lm_head.weight",), Split.VOCAB),
     value_head=Rule("output_layer.weight", ("score.weight",), Split.REPLICATED),
+    value_architecture="LlamaForSequenceClassification",
 )

@@ -1,0 +1,299 @@
+"""What one option's bounds cannot say: options that contradict each other, and numbers that do not fit together.
+
+`check_config` is arithmetic only. Every message names the options, their values and where these came from.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slime_ppo.config.fields import Value, shown
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.roles import ROLE_NAMES, RoleName
+from slime_ppo.config.root import OPTION_BY_KEY, Config
+from slime_ppo.errors import ConfigError
+
+_ONE_ONLY = (
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+    "parallel.expert_model_parallel_size",
+)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A config that can cite its options in messages."""
+
+    config: Config
+    origins: Mapping[str, str]
+    values: Mapping[str, Value]
+
+    def origin(self, key: str) -> str:
+        """Where the value was given; a config built in Python has no origins."""
+        return self.origins[key] if self.origins else "config"
+
+    def cite(self, key: str) -> str:
+        """`--flag value (file.yaml:12)`; the origin is left out where it is the flag itself or not known."""
+        spec, value = OPTION_BY_KEY[key], self.values[key]
+        written = spec.flag if value is True else spec.no_flag if value is False else f"{spec.flag} {shown(value)}"
+        origin = self.origin(key)
+        return written if origin == "config" or origin.startswith("--") else f"{written} ({origin})"
+
+
+def check_config(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
+    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only; no file is touched.
+
+    `origins` as in ParsedCommand, for the messages. Raises ConfigError.
+    """
+    checked = _Checked(config, {} if origins is None else origins, config.values())
+    for check in (
+        _check_bounds,
+        _check_reward,
+        _check_sampler,
+        _check_layout,
+        _check_batch,
+        _check_micro_batch,
+        _check_losses,
+        _check_kl,
+        _check_kl_controller,
+        _check_schedule,
+        _check_eval,
+    ):
+        check(checked)
+
+
+def check_engine_support(config: Config, *, returns_support: bool) -> None:
+    """Refuse top-k and top-p for an engine that does not return the support it sampled from (SEMANTICS 2)."""
+    if config.rollout.restricted and not returns_support:
+        checked = _Checked(config, {}, config.values())
+        raise ConfigError(
+            f"{checked.cite('rollout.rollout_top_p')} and {checked.cite('rollout.rollout_top_k')} restrict the sampler, but engine "
+            f"{config.rollout.engine} does not return the support of each token, so the trainer's ratios would be of another "
+            "distribution. Use --rollout-top-p 1 and --rollout-top-k 0, or an engine that returns the support"
+        )
+
+
+def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor") -> None:
+    """Refuse a tensor-parallel size or a length that the role's model does not allow. Raises ConfigError."""
+    settings = config.role(role)
+    prefix = "--critic-" if role == "critic" else "--"
+    for what, count in (
+        ("attention heads", shape.num_attention_heads),
+        ("key-value heads", shape.num_query_groups),
+        ("FFN columns", shape.ffn_hidden_size),
+    ):
+        if count % settings.tp_size:
+            counts = math.gcd(shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size)
+            works = [size for size in range(1, settings.tp_size) if not counts % size]
+            raise ConfigError(
+                f"{prefix}tensor-model-parallel-size {settings.tp_size} of the {role} does not divide the {count} {what} of "
+                f"{settings.hf_folder}. Use {' or '.join(map(str, works))}"
+            )
+    limit = shape.max_position_embeddings
+    prompt = config.data.rollout_max_prompt_len
+    lengths = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
+    if config.eval.eval_interval:
+        lengths["--eval-max-response-len"] = config.eval_max_response_len
+    for flag, response in lengths.items():
+        if prompt + response > limit:
+            raise ConfigError(
+                f"--rollout-max-prompt-len {prompt} + {flag} {response} = {prompt + response} tokens, but {settings.hf_folder} has "
+                f"{limit} positions (max_position_embeddings). Lower one of the two by {prompt + response - limit} or more"
+            )
+
+
+def config_warnings(config: Config) -> tuple[str, ...]:
+    """What is allowed but deserves a line at the start of the run."""
+    warnings = []
+    if config.ppo.kl_coef > 0 and config.ppo.kl_reward_type != "k1":
+        warnings.append(
+            f"--kl-reward-type {config.ppo.kl_reward_type}: inside the reward only k1 gives the gradient of the KL; use it for "
+            "comparison only"
+        )
+    return tuple(warnings)
+
+
+def _check_bounds(checked: _Checked) -> None:
+    """The parser has done this for what it read; a config built in Python is checked here."""
+    for key, value in checked.values.items():
+        spec = OPTION_BY_KEY[key]
+        if not spec.admits(value):
+            raise ConfigError(spec.refusal(shown(value) or "empty", checked.origin(key)))
+
+
+def _check_reward(checked: _Checked) -> None:
+    if checked.config.reward.rm_type is None and checked.config.reward.custom_rm_path is None:
+        raise ConfigError(
+            f"no reward: {checked.cite('reward.rm_type')} and no --custom-rm-path. Name a built-in reward, or give your own as "
+            "--custom-rm-path package.module.function"
+        )
+
+
+def _check_sampler(checked: _Checked) -> None:
+    if checked.config.rollout.rollout_top_k == 1:
+        raise ConfigError(
+            f"{checked.cite('rollout.rollout_top_k')} leaves a support of one token: its log-prob is 0 whatever the weights are, "
+            "so the policy gradient is exactly 0. Use 0 (off) or at least 2; greedy responses are for evaluation"
+        )
+
+
+def _check_layout(checked: _Checked) -> None:
+    parallel = checked.config.parallel
+    for key in _ONE_ONLY:
+        if checked.values[key] != 1:
+            raise ConfigError(f"{checked.cite(key)}: not in this version, which has tensor and data parallelism. Use 1")
+    for role in ROLE_NAMES:
+        settings = checked.config.role(role)
+        if settings.num_ranks % settings.tp_size:
+            flag = "--critic-" if role == "critic" else "--actor-"
+            tp_flag = "--critic-tensor-model-parallel-size" if role == "critic" else "--tensor-model-parallel-size"
+            raise ConfigError(
+                f"the {role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
+                f"{settings.num_ranks_per_node}), which {tp_flag} {settings.tp_size} does not divide. Use "
+                f"{' or '.join(str(size) for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size)}, or "
+                f"{-(-settings.num_ranks // settings.tp_size) * settings.tp_size} ranks"
+            )
+    widest = max(checked.config.role(role).tp_size for role in ROLE_NAMES)
+    if parallel.sequence_parallel is False and widest > 1:
+        raise ConfigError(
+            f"--no-sequence-parallel with tensor-parallel size {widest}: not in this version, where tensor parallelism always "
+            "comes with sequence parallelism. Leave the option out"
+        )
+    if parallel.sequence_parallel and widest == 1:
+        raise ConfigError(
+            f"{checked.cite('parallel.sequence_parallel')} with tensor-parallel size 1 in both roles: there is nothing to split. "
+            "Leave it out, or raise --tensor-model-parallel-size"
+        )
+
+
+def _check_batch(checked: _Checked) -> None:
+    config = checked.config
+    samples, batch = config.samples_per_rollout, config.batch.global_batch_size
+    shards = math.lcm(config.actor_dp_size, config.critic_dp_size)
+    works = [size for size in range(shards, samples + 1, shards) if not samples % size]
+    below = [size for size in works if size <= batch][-1:]
+    above = [size for size in works if size > batch][:1]
+    fix = (
+        f"Use --global-batch-size {' or '.join(map(str, below + above))}"
+        if works
+        else f"Make the rollout a multiple of {shards} samples"
+    )
+    if samples % batch:
+        raise ConfigError(
+            f"{checked.cite('batch.global_batch_size')} does not divide the {samples} samples of a rollout "
+            f"({checked.cite('rollout.rollout_batch_size')} x {checked.cite('rollout.n_samples_per_prompt')}). {fix}"
+        )
+    for role in ROLE_NAMES:
+        dp_size = config.role(role).dp_size
+        if batch % dp_size:
+            raise ConfigError(
+                f"{checked.cite('batch.global_batch_size')} is not a multiple of the {dp_size} data-parallel ranks of the {role} "
+                f"({config.role(role).num_ranks} ranks / tensor-parallel size {config.role(role).tp_size}). {fix}"
+            )
+
+
+def _check_micro_batch(checked: _Checked) -> None:
+    batch = checked.config.batch
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
+        raise ConfigError(
+            f"{checked.cite('batch.use_dynamic_batch_size')} needs --max-tokens-per-gpu: the tokens that one micro-batch of a rank "
+            f"may hold. The longest sample has {checked.config.max_sample_tokens}"
+        )
+    if batch.max_tokens_per_gpu is not None and not batch.use_dynamic_batch_size:
+        raise ConfigError(
+            f"{checked.cite('batch.max_tokens_per_gpu')} is used only with --use-dynamic-batch-size. Add that, or leave it out and "
+            "set --micro-batch-size"
+        )
+
+
+def _check_losses(checked: _Checked) -> None:
+    ppo = checked.config.ppo
+    by_constant = ppo.loss_reduction == "seq-mean-token-sum-norm"
+    if by_constant and ppo.loss_length_norm is None:
+        raise ConfigError(
+            f"{checked.cite('ppo.loss_reduction')} needs --loss-length-norm, the constant it divides by; "
+            f"--rollout-max-response-len ({checked.config.rollout.rollout_max_response_len}) is a usual choice"
+        )
+    if ppo.loss_length_norm is not None and not by_constant:
+        raise ConfigError(
+            f"{checked.cite('ppo.loss_length_norm')} is used only with --loss-reduction seq-mean-token-sum-norm, found "
+            f"{checked.cite('ppo.loss_reduction')}. Leave it out"
+        )
+    if ppo.kl_early_stop is not None and checked.config.steps_per_rollout == 1:
+        raise ConfigError(
+            f"{checked.cite('ppo.kl_early_stop')} with one optimizer step per rollout: the KL to the old policy is 0 before the "
+            "first step, so there is nothing to stop. Leave it out, or raise --num-epochs-per-rollout or lower --global-batch-size"
+        )
+
+
+def _check_kl(checked: _Checked) -> None:
+    ppo = checked.config.ppo
+    if ppo.kl_loss_coef > 0 and not ppo.use_kl_loss:
+        raise ConfigError(f"{checked.cite('ppo.kl_loss_coef')} is used only with --use-kl-loss. Add that, or leave it out")
+    if not ppo.use_kl_loss:
+        return
+    if ppo.kl_loss_coef == 0:
+        raise ConfigError(f"{checked.cite('ppo.use_kl_loss')} with --kl-loss-coef 0 adds nothing to the loss. Set --kl-loss-coef")
+    if ppo.kl_loss_type == "k1":
+        raise ConfigError(
+            f"{checked.cite('ppo.kl_loss_type')}: as a loss, on-policy, k1 has a gradient of exactly zero in expectation. Use k2 "
+            "(reverse-KL gradient), k3 or low_var_kl; or charge k1 in the rewards with --kl-coef"
+        )
+    if ppo.kl_coef > 0 and not ppo.allow_double_kl:
+        raise ConfigError(
+            f"{checked.cite('ppo.kl_coef')} charges the KL in the rewards and {checked.cite('ppo.use_kl_loss')} charges it again "
+            "in the loss. Drop one of them, or say --allow-double-kl"
+        )
+
+
+def _check_kl_controller(checked: _Checked) -> None:
+    ppo = checked.config.ppo
+    if ppo.kl_controller == "fixed":
+        for key, value in (("ppo.kl_target", ppo.kl_target), ("ppo.kl_horizon", ppo.kl_horizon)):
+            if value is not None:
+                raise ConfigError(f"{checked.cite(key)} is used only with --kl-controller adaptive. Add that, or leave it out")
+        return
+    adaptive = checked.cite("ppo.kl_controller")
+    if ppo.use_kl_loss:
+        raise ConfigError(f"{adaptive} steers the KL in the rewards; it is refused with {checked.cite('ppo.use_kl_loss')}")
+    if ppo.kl_target is None or ppo.kl_horizon is None:
+        raise ConfigError(
+            f"{adaptive} needs --kl-target and --kl-horizon, both above 0; found {checked.cite('ppo.kl_target')} and "
+            f"{checked.cite('ppo.kl_horizon')}"
+        )
+    if ppo.kl_coef == 0:
+        raise ConfigError(
+            f"{adaptive} multiplies beta, so it must start above 0; found {checked.cite('ppo.kl_coef')}. Set --kl-coef"
+        )
+
+
+def _check_schedule(checked: _Checked) -> None:
+    config = checked.config
+    if config.ppo.num_critic_only_steps > config.run.num_rollout:
+        raise ConfigError(
+            f"{checked.cite('ppo.num_critic_only_steps')} is more than the run's {checked.cite('run.num_rollout')}. Lower it, or "
+            "raise --num-rollout"
+        )
+    for role in ROLE_NAMES:
+        settings = config.role(role)
+        prefix = "critic-" if role == "critic" else ""
+        if settings.min_lr > settings.lr:
+            raise ConfigError(
+                f"{checked.cite('optimizer.min_lr')} is above the {role}'s peak learning rate {shown(settings.lr)} (--{prefix}lr). "
+                "Lower --min-lr"
+            )
+        decays = settings.lr_decay_style != "constant" and settings.planned_steps > 0
+        if decays and settings.lr_warmup_iters >= settings.lr_decay_iters:
+            raise ConfigError(
+                f"the {role}'s warm-up of {settings.lr_warmup_iters} steps leaves nothing of the {settings.lr_decay_iters} steps "
+                f"of {checked.cite('optimizer.lr_decay_style')} decay (--lr-decay-iters; default: all planned steps). Lower "
+                f"--{prefix}lr-warmup-iters or raise --lr-decay-iters"
+            )
+
+
+def _check_eval(checked: _Checked) -> None:
+    if checked.config.eval.eval_interval > 0 and checked.config.eval.eval_prompt_data is None:
+        raise ConfigError(
+            f"{checked.cite('eval.eval_interval')} needs --eval-prompt-data: a file of held-out prompts. Give one, or set "
+            "--eval-interval 0"
+        )

@@ -1,0 +1,59 @@
+"""Section `critic`: where the critic differs from the actor. None = as the actor.
+
+In YAML the keys carry no prefix (`critic: {lr: 1e-3}`); the flags do (`--critic-lr 1e-3`).
+"""
+
+from dataclasses import dataclass
+
+from slime_ppo.config.fields import option
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Overrides of one role."""
+
+    lr: float | None = option(None, flag="--critic-lr", help="peak learning rate", default_text="same as --lr", at_least=0)
+    lr_warmup_iters: int | None = option(
+        None,
+        flag="--critic-lr-warmup-iters",
+        help="linear warm-up from 0",
+        unit="optimizer steps",
+        default_text="same as --lr-warmup-iters",
+        at_least=0,
+    )
+    load: str | None = option(
+        None,
+        flag="--critic-load",
+        help="local Hugging Face folder of the critic's trunk; the value head starts at zero",
+        default_text="same as --hf-checkpoint",
+    )
+    save: str | None = option(
+        None, flag="--critic-save", help="folder of the critic's weights; never the actor's", default_text="<save>/critic"
+    )
+    num_nodes: int | None = option(
+        None,
+        flag="--critic-num-nodes",
+        help="machines of the critic",
+        unit="nodes",
+        default_text="same as --actor-num-nodes",
+        at_least=1,
+    )
+    num_gpus_per_node: int | None = option(
+        None,
+        flag="--critic-num-gpus-per-node",
+        help="ranks of the critic on each node",
+        unit="ranks",
+        default_text="same as --actor-num-gpus-per-node",
+        at_least=1,
+    )
+    tensor_model_parallel_size: int | None = option(
+        None,
+        flag="--critic-tensor-model-parallel-size",
+        help="ranks that share each layer's matrices",
+        unit="ranks",
+        default_text="same as --tensor-model-parallel-size",
+        at_least=1,
+    )
+    clip_grad: float | None = option(
+        None, flag="--critic-clip-grad", help="largest gradient norm; 0 = off", default_text="same as --clip-grad", at_least=0
+    )

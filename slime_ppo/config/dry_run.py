@@ -1,0 +1,73 @@
+"""What `--dry-run` prints: batch plan, placement, memory estimate. No device is touched."""
+
+from slime_ppo.config.batch_plan import batch_plan_text
+from slime_ppo.config.checks import config_warnings
+from slime_ppo.config.memory_plan import engine_memory, role_memory
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.roles import ROLE_NAMES
+from slime_ppo.config.root import Config
+
+_MEMORY_COLUMNS = ("params", "grads", "optimizer", "activations", "logits", "total", "host copies")
+
+
+def dry_run_report(config: Config, shape: ModelShape, *, critic_shape: ModelShape | None = None) -> str:
+    """The text of `--dry-run`; `critic_shape` only where the critic starts from another model."""
+    parts = [
+        "Batch plan\n" + _indented(batch_plan_text(config)),
+        "Placement\n" + _indented(placement_text(config)),
+        "Memory estimate per rank (rough)\n" + _indented(_memory_text(config, shape, critic_shape or shape)),
+    ]
+    warnings = config_warnings(config)
+    if warnings:
+        parts.append("Warnings\n" + _indented("\n".join(warnings) + "\n"))
+    return "\n".join(parts)
+
+
+def bundle_tenants(config: Config) -> list[tuple[str, ...]]:
+    """Who lives on each bundle of the placement group: rank i of either role on bundle i, the engine on bundle 0."""
+    tenants = []
+    for bundle in range(config.num_bundles):
+        ranks = [f"{role} rank {bundle}" for role in ROLE_NAMES if bundle < config.role(role).num_ranks]
+        tenants.append((*ranks, "rollout engine") if bundle == 0 else tuple(ranks))
+    return tenants
+
+
+def placement_text(config: Config) -> str:
+    """A line per bundle."""
+    roles = [config.role(role) for role in ROLE_NAMES]
+    head = [
+        f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = TP {one.tp_size} x DP {one.dp_size}"
+        for one in roles
+    ]
+    device = (
+        "1 CPU + 1 GPU"
+        if config.cluster.device == "cuda"
+        else "1 CPU"
+        if config.cluster.device == "cpu"
+        else "1 CPU, + 1 GPU if there is one"
+    )
+    lines = [f"bundle {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
+    return "\n".join(head + lines) + "\n"
+
+
+def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelShape) -> str:
+    rows: list[tuple[str, ...]] = [("", *_MEMORY_COLUMNS)]
+    for role, shape in zip(ROLE_NAMES, (actor_shape, critic_shape), strict=True):
+        one = role_memory(config, shape, role)
+        numbers = (one.params, one.grads, one.optimizer, one.activations, one.logits, one.total, one.host)
+        rows.append((role, *map(_size, numbers)))
+    weights, cache = engine_memory(config, actor_shape)
+    rows.append(("rollout", _size(weights), "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.splitlines())

@@ -1,0 +1,32 @@
+"""Section `model`: the Hugging Face folder that gives shape and first weights to every role."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slime_ppo.config.fields import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model of the actor, and what the other roles start from."""
+
+    hf_checkpoint: str = option(help="local Hugging Face folder of the actor's first weights (config.json, safetensors, tokenizer)")
+    ref_load: str | None = option(
+        None,
+        help="local Hugging Face folder of the frozen reference; same shape as the actor",
+        default_text="same as --hf-checkpoint",
+    )
+    trust_remote_code: bool = option(False, help="run Python code found in model folders")
+    make_vocab_size_divisible_by: int = option(
+        128,
+        help="the embedding is padded to a multiple of this times the tensor-parallel size; padded rows enter no softmax",
+        unit="rows",
+        at_least=1,
+    )
+    dtype: Literal["float32", "bfloat16"] = option("float32", help="type of weights and activations of every role")
+    save_hf: bool = option(True, help="write the final actor weights as a Hugging Face folder under <save>/hf")
+
+    @property
+    def ref_folder(self) -> str:
+        """The reference's folder, default resolved."""
+        return self.ref_load if self.ref_load is not None else self.hf_checkpoint

@@ -1,0 +1,160 @@
+"""The numbers of a model's shape, read from the config.json of a Hugging Face folder. Only json is used."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_ppo.errors import CheckpointError
+
+MODEL_TYPES = ("llama",)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Shape of a decoder. `num_query_groups` = key-value heads; `eos_token_ids` may be empty (the tokenizer may know)."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_theta: float
+    rms_norm_eps: float
+    eos_token_ids: tuple[int, ...]
+
+    @staticmethod
+    def from_hf_folder(path: str | Path) -> "ModelShape":
+        """Read `config.json`, and the end tokens from `generation_config.json` when it is there.
+
+        Raises CheckpointError naming the file and key for a missing folder, file or key, a value of the wrong type, a model
+        type that is not in this version, and a llama variant (biases, scaled RoPE) whose weights would load wrongly.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: no such folder; expected a local Hugging Face folder with config.json and safetensors. Nothing is "
+                "downloaded: give the path of a model that is on this machine"
+            )
+        source = _JsonFile.read(folder / "config.json")
+        model_type = source.text("model_type")
+        if model_type not in MODEL_TYPES:
+            raise CheckpointError(
+                f"{source.path}: model_type {model_type!r} is not in this version; known: {', '.join(MODEL_TYPES)}"
+            )
+        _refuse_variants(source)
+        heads, hidden = source.count("num_attention_heads"), source.count("hidden_size")
+        return ModelShape(
+            model_type=model_type,
+            num_layers=source.count("num_hidden_layers"),
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=source.count("num_key_value_heads") if source.has("num_key_value_heads") else heads,
+            head_dim=source.count("head_dim") if source.has("head_dim") else hidden // heads,
+            ffn_hidden_size=source.count("intermediate_size"),
+            vocab_size=source.count("vocab_size"),
+            max_position_embeddings=source.count("max_position_embeddings"),
+            tie_word_embeddings=source.flag("tie_word_embeddings"),
+            rope_theta=_rope_theta(source),
+            rms_norm_eps=source.number("rms_norm_eps"),
+            eos_token_ids=_eos_token_ids(source),
+        )
+
+
+@dataclass(frozen=True)
+class _JsonFile:
+    """A JSON object whose keys are read with their type, and errors that name file and key."""
+
+    path: Path
+    entries: dict[str, Any]
+
+    @staticmethod
+    def read(path: Path) -> "_JsonFile":
+        try:
+            entries = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: no such file; expected a complete Hugging Face folder") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{path}: holds a {type(entries).__name__}, expected a JSON object")
+        return _JsonFile(path, entries)
+
+    def has(self, key: str) -> bool:
+        """True when the key is there and not null."""
+        return self.entries.get(key) is not None
+
+    def count(self, key: str) -> int:
+        """A whole number above 0."""
+        value = self._value(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path}: {key} is {value!r}, expected a whole number above 0")
+        return value
+
+    def number(self, key: str) -> float:
+        """A number above 0."""
+        value = self._value(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"{self.path}: {key} is {value!r}, expected a number above 0")
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self._value(key)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self.path}: {key} is {value!r}, expected a string")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """A boolean; absent counts as false, as it does for transformers."""
+        value = self._value(key) if self.has(key) else False
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: {key} is {value!r}, expected true or false")
+        return value
+
+    def block(self, key: str) -> "_JsonFile":
+        """A nested object; absent or null counts as empty."""
+        value = self.entries.get(key) or {}
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.path}: {key} is {value!r}, expected an object")
+        return _JsonFile(self.path, value)
+
+    def _value(self, key: str) -> Any:
+        if key not in self.entries:
+            raise CheckpointError(f"{self.path}: has no {key!r}, which the model's shape needs")
+        return self.entries[key]
+
+
+def _refuse_variants(source: _JsonFile) -> None:
+    """Llama variants that share the model_type but have other weights or another forward."""
+    for key in ("attention_bias", "mlp_bias"):
+        if source.flag(key):
+            raise CheckpointError(f"{source.path}: {key} true is not in this version, expected false")
+    if source.has("hidden_act") and source.text("hidden_act") != "silu":
+        raise CheckpointError(f"{source.path}: hidden_act {source.text('hidden_act')!r} is not in this version, expected 'silu'")
+
+
+def _rope_theta(source: _JsonFile) -> float:
+    """transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and, for scaled RoPE, `rope_scaling`."""
+    scaling = source.block("rope_parameters") if source.has("rope_parameters") else source.block("rope_scaling")
+    kinds = [scaling.text(key) for key in ("rope_type", "type") if scaling.has(key)]
+    if any(kind != "default" for kind in kinds):
+        raise CheckpointError(f"{source.path}: RoPE of type {kinds[0]!r} is not in this version, expected 'default'")
+    return scaling.number("rope_theta") if scaling.has("rope_theta") else source.number("rope_theta")
+
+
+def _eos_token_ids(source: _JsonFile) -> tuple[int, ...]:
+    generation = source.path.with_name("generation_config.json")
+    for file in ([_JsonFile.read(generation)] if generation.exists() else []) + [source]:
+        if file.has("eos_token_id"):
+            found = file.entries["eos_token_id"]
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+                raise CheckpointError(f"{file.path}: eos_token_id is {found!r}, expected a token id or a list of them")
+            return tuple(ids)
+    return ()

@@ -1,0 +1,26 @@
+"""Section `parallel`: ranks of the actor and how they share the model."""
+
+from dataclasses import dataclass
+
+from slime_ppo.config.fields import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """World size = nodes x ranks per node = tensor parallel x data parallel."""
+
+    actor_num_nodes: int = option(1, help="machines of the actor", unit="nodes", at_least=1)
+    actor_num_gpus_per_node: int = option(
+        1, help="ranks of the actor on each node: one GPU each, on a CPU one process each", unit="ranks", at_least=1
+    )
+    tensor_model_parallel_size: int = option(1, help="ranks that share each layer's matrices", unit="ranks", at_least=1)
+    sequence_parallel: bool | None = option(
+        None,
+        help="split norms and activations over the tensor-parallel ranks too",
+        default_text="on where tensor parallelism is above 1",
+    )
+    pipeline_model_parallel_size: int = option(1, help="pipeline stages; only 1 in this version", unit="ranks", at_least=1)
+    context_parallel_size: int = option(1, help="ranks that share each sequence; only 1 in this version", unit="ranks", at_least=1)
+    expert_model_parallel_size: int = option(
+        1, help="ranks that share the experts; only 1 in this version", unit="ranks", at_least=1
+    )

@@ -1,0 +1,141 @@
+"""Checks that look at files, before any device is used: model folders, prompt files, the run folder."""
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from slime_ppo.config.checks import check_model_shape
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.root import Config
+from slime_ppo.errors import CheckpointError, ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+# end tokens belong to generation, not to the weights
+_SHAPE_FIELDS = tuple(field.name for field in fields(ModelShape) if field.name != "eos_token_ids")
+
+
+@dataclass(frozen=True)
+class RunShapes:
+    """The shapes of both trained models; the reference has the actor's."""
+
+    actor: ModelShape
+    critic: ModelShape
+
+
+def preflight(config: Config) -> RunShapes:
+    """`check_files`, then read the model shapes and check them against the config. Leaves nothing behind.
+
+    Raises ConfigError for everything, also for a model folder that cannot be read: no device was used yet.
+    """
+    check_files(config)
+    try:
+        actor = ModelShape.from_hf_folder(config.model.hf_checkpoint)
+        reference = ModelShape.from_hf_folder(config.model.ref_folder)
+        critic = ModelShape.from_hf_folder(config.role("critic").hf_folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    check_model_shape(config, actor, "actor")
+    check_model_shape(config, critic, "critic")
+    _check_same(actor, reference, _SHAPE_FIELDS, f"--ref-load {config.model.ref_folder}", config.model.hf_checkpoint)
+    _check_same(actor, critic, ("vocab_size",), f"--critic-load {config.role('critic').hf_folder}", config.model.hf_checkpoint)
+    return RunShapes(actor, critic)
+
+
+def check_files(config: Config) -> None:
+    """Model folders and prompt files are there, no role writes into another's folder, the run folder is free and writable.
+
+    Raises ConfigError naming flag, path and what to do. Creates nothing that stays.
+    """
+    _check_model_folder("--hf-checkpoint", config.model.hf_checkpoint)
+    _check_model_folder("--ref-load", config.model.ref_folder)
+    _check_model_folder("--critic-load", config.role("critic").hf_folder)
+    _check_prompt_file("--prompt-data", config.data.prompt_data)
+    if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
+        _check_prompt_file("--eval-prompt-data", config.eval.eval_prompt_data)
+    _check_folders_apart(config)
+    _check_run_folder_free(config)
+    _check_writable("--save", config.run.save)
+    _check_writable("--critic-save", config.role("critic").save_folder)
+
+
+def _check_same(left: ModelShape, right: ModelShape, names: tuple[str, ...], flag: str, actor_folder: str) -> None:
+    ours, theirs = asdict(left), asdict(right)
+    for name in names:
+        if ours[name] != theirs[name]:
+            raise ConfigError(
+                f"{flag} has {name} {theirs[name]}, but the actor ({actor_folder}) has {ours[name]}. Both "
+                "must agree: give a folder of the same model"
+            )
+
+
+def _check_model_folder(flag: str, path: str) -> None:
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"{flag} {path}: {'is a file' if os.path.exists(path) else 'no such folder'}, expected a local Hugging Face folder "
+            "with config.json and safetensors. Nothing is downloaded: convert or download the model first"
+        )
+    names = os.listdir(path)
+    if "config.json" not in names:
+        raise ConfigError(f"{flag} {path}: has no config.json, expected a complete Hugging Face folder; found {_listing(names)}")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ConfigError(f"{flag} {path}: has no .safetensors file, expected the model's weights; found {_listing(names)}")
+
+
+def _listing(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:8]) or "an empty folder"
+
+
+def _check_prompt_file(flag: str, path: str) -> None:
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"{flag} {path}: {'is a folder' if os.path.isdir(path) else 'no such file'}, expected a JSON Lines file with one "
+            "prompt a line. Paths are relative to the current directory"
+        )
+
+
+def _check_folders_apart(config: Config) -> None:
+    run, critic = os.path.realpath(config.run.save), os.path.realpath(config.role("critic").save_folder)
+    for owner, taken in (("the run", run), ("the actor", os.path.join(run, "hf")), ("the actor", os.path.join(run, "actor"))):
+        if critic == taken or (taken != run and _inside(critic, taken)):
+            raise ConfigError(
+                f"--critic-save {config.role('critic').save_folder} is {taken}, where {owner} saves: one would overwrite the "
+                "other. Give the critic a folder of its own (default: <save>/critic)"
+            )
+    inputs = {
+        "--hf-checkpoint": config.model.hf_checkpoint,
+        "--ref-load": config.model.ref_folder,
+        "--critic-load": config.role("critic").hf_folder,
+    }
+    outputs = {"--save": run, "--save (its hf folder)": os.path.join(run, "hf"), "--critic-save": critic}
+    for read_flag, read in inputs.items():
+        for write_flag, written in outputs.items():
+            if written == os.path.realpath(read):
+                raise ConfigError(
+                    f"{write_flag} is {written}, which {read_flag} reads: the run would overwrite its input. Save elsewhere"
+                )
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path.startswith(folder + os.sep)
+
+
+def _check_run_folder_free(config: Config) -> None:
+    metrics = os.path.join(config.run.save, METRICS_FILE)
+    if os.path.exists(metrics) and not config.run.overwrite:
+        raise ConfigError(
+            f"--save {config.run.save}: already holds a run ({METRICS_FILE}). Choose another folder, or say --overwrite"
+        )
+
+
+def _check_writable(flag: str, path: str) -> None:
+    """Writes and removes a file in the folder, or in the nearest one above it that exists."""
+    folder = Path(path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".write_probe_"):
+            pass
+    except OSError as error:
+        where = "" if folder == Path(path).absolute() else f" in {folder}"
+        raise ConfigError(f"{flag} {path}: cannot write{where} ({error.strerror}). Choose a folder you can write to") from error

@@ -1,0 +1,40 @@
+"""What a trained role needs to know, with its defaults resolved, so that no later code asks which role it is."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RoleName = Literal["actor", "critic"]
+ROLE_NAMES: tuple[RoleName, ...] = ("actor", "critic")
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """One role: `num_ranks` = `tp_size` x `dp_size`; LR counts are optimizer steps of this role."""
+
+    role: RoleName
+    hf_folder: str
+    save_folder: str
+    num_nodes: int
+    num_ranks_per_node: int
+    tp_size: int
+    sequence_parallel: bool
+    lr: float
+    min_lr: float
+    lr_decay_style: Literal["constant", "linear", "cosine"]
+    lr_warmup_iters: int
+    lr_decay_iters: int
+    planned_steps: int
+    clip_grad: float
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    adam_eps: float
+
+    @property
+    def num_ranks(self) -> int:
+        """World size of the role."""
+        return self.num_nodes * self.num_ranks_per_node
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel size; `check_config` has made sure that it is whole."""
+        return self.num_ranks // self.tp_size

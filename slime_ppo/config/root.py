@@ -1,0 +1,178 @@
+"""`Config`: all sections, and the numbers that follow from more than one of them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import yaml
+
+from slime_ppo.config.batch import BatchConfig
+from slime_ppo.config.cluster import ClusterConfig
+from slime_ppo.config.critic import CriticConfig
+from slime_ppo.config.data import DataConfig
+from slime_ppo.config.eval import EvalConfig
+from slime_ppo.config.fields import OptionSpec, Value, section_options
+from slime_ppo.config.model import ModelConfig
+from slime_ppo.config.optimizer import OptimizerConfig
+from slime_ppo.config.parallel import ParallelConfig
+from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.config.reward import RewardConfig
+from slime_ppo.config.roles import RoleName, RoleSettings
+from slime_ppo.config.rollout import RolloutConfig
+from slime_ppo.config.run import RunConfig
+from slime_ppo.config.tracking import TrackingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The resolved configuration of a run. Nothing assigns to it; derived numbers are properties.
+
+    Example: `Config(model=ModelConfig(hf_checkpoint="m"), data=DataConfig(prompt_data="p.jsonl"))` takes every default.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples of one rollout when none is dropped."""
+        return self.rollout.samples_per_rollout
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Optimizer steps of one pass over a rollout."""
+        return -(-self.samples_per_rollout // self.batch.global_batch_size)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of a rollout, all passes."""
+        return self.steps_per_pass * self.ppo.num_epochs_per_rollout
+
+    @property
+    def planned_actor_steps(self) -> int:
+        """Optimizer steps of the actor in the whole run."""
+        return self.steps_per_rollout * (self.run.num_rollout - self.ppo.num_critic_only_steps)
+
+    @property
+    def planned_critic_steps(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        return self.steps_per_rollout * self.run.num_rollout
+
+    @property
+    def actor_ranks(self) -> int:
+        """World size of the actor."""
+        return self.role("actor").num_ranks
+
+    @property
+    def critic_ranks(self) -> int:
+        """World size of the critic."""
+        return self.role("critic").num_ranks
+
+    @property
+    def actor_dp_size(self) -> int:
+        """Data-parallel size of the actor."""
+        return self.role("actor").dp_size
+
+    @property
+    def critic_dp_size(self) -> int:
+        """Data-parallel size of the critic."""
+        return self.role("critic").dp_size
+
+    @property
+    def num_bundles(self) -> int:
+        """Bundles of the placement group that actor, critic and rollout share."""
+        return max(self.actor_ranks, self.critic_ranks)
+
+    @property
+    def eval_max_response_len(self) -> int:
+        """Longest held-out response, default resolved."""
+        given = self.eval.eval_max_response_len
+        return self.rollout.rollout_max_response_len if given is None else given
+
+    @property
+    def max_sample_tokens(self) -> int:
+        """Tokens of the longest possible training sample."""
+        return self.data.rollout_max_prompt_len + self.rollout.rollout_max_response_len
+
+    def role(self, name: RoleName) -> RoleSettings:
+        """The settings of one role, defaults resolved."""
+        return _actor(self) if name == "actor" else _critic(self)
+
+    def values(self) -> dict[str, Value]:
+        """Every value under its `section.field`, in the order of OPTIONS."""
+        return {f"{section}.{name}": value for section, block in asdict(self).items() for name, value in block.items()}
+
+    def to_yaml(self) -> str:
+        """All values, nested by section; reading it again gives an equal Config."""
+        text: str = yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=10_000)
+        return text
+
+
+def _sequence_parallel(config: Config, tp_size: int) -> bool:
+    return tp_size > 1 if config.parallel.sequence_parallel is None else config.parallel.sequence_parallel and tp_size > 1
+
+
+def _shared(config: Config, planned_steps: int) -> dict[str, Any]:
+    """What both roles take from the optimizer section."""
+    optimizer = config.optimizer
+    return {
+        "min_lr": optimizer.min_lr,
+        "lr_decay_style": optimizer.lr_decay_style,
+        "lr_decay_iters": planned_steps if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters,
+        "planned_steps": planned_steps,
+        "weight_decay": optimizer.weight_decay,
+        "adam_betas": (optimizer.adam_beta1, optimizer.adam_beta2),
+        "adam_eps": optimizer.adam_eps,
+    }
+
+
+def _actor(config: Config) -> RoleSettings:
+    tp_size = config.parallel.tensor_model_parallel_size
+    return RoleSettings(
+        role="actor",
+        hf_folder=config.model.hf_checkpoint,
+        save_folder=f"{config.run.save.rstrip('/')}/actor",
+        num_nodes=config.parallel.actor_num_nodes,
+        num_ranks_per_node=config.parallel.actor_num_gpus_per_node,
+        tp_size=tp_size,
+        sequence_parallel=_sequence_parallel(config, tp_size),
+        lr=config.optimizer.lr,
+        lr_warmup_iters=config.optimizer.lr_warmup_iters,
+        clip_grad=config.optimizer.clip_grad,
+        **_shared(config, config.planned_actor_steps),
+    )
+
+
+def _critic(config: Config) -> RoleSettings:
+    critic, actor = config.critic, _actor(config)
+    tp_size = actor.tp_size if critic.tensor_model_parallel_size is None else critic.tensor_model_parallel_size
+    return RoleSettings(
+        role="critic",
+        hf_folder=actor.hf_folder if critic.load is None else critic.load,
+        save_folder=f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save,
+        num_nodes=actor.num_nodes if critic.num_nodes is None else critic.num_nodes,
+        num_ranks_per_node=actor.num_ranks_per_node if critic.num_gpus_per_node is None else critic.num_gpus_per_node,
+        tp_size=tp_size,
+        sequence_parallel=_sequence_parallel(config, tp_size),
+        lr=actor.lr if critic.lr is None else critic.lr,
+        lr_warmup_iters=actor.lr_warmup_iters if critic.lr_warmup_iters is None else critic.lr_warmup_iters,
+        clip_grad=actor.clip_grad if critic.clip_grad is None else critic.clip_grad,
+        **_shared(config, config.planned_critic_steps),
+    )
+
+
+# in the order of Config
+SECTIONS: Mapping[str, type] = {one.name: one.type for one in fields(Config) if isinstance(one.type, type)}
+OPTIONS: tuple[OptionSpec, ...] = tuple(spec for name, declared in SECTIONS.items() for spec in section_options(name, declared))
+OPTION_BY_KEY: Mapping[str, OptionSpec] = {spec.key: spec for spec in OPTIONS}

@@ -1,0 +1,35 @@
+"""SIGINT and SIGTERM as exceptions, so that every way out of a run passes the same clean-up."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end. `exit_code` is the shell's convention, 128 + signal number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def interrupts_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted in the main thread, once; a second one waits until the clean-up is through.
+
+    Enter after `ray.init`, which installs handlers of its own (its SIGTERM aborts the process and leaves agents behind).
+    """
+
+    def handler(number: int, _: FrameType | None) -> None:
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    previous = {sig: signal.signal(sig, handler) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is handler:
+            for sig, old in previous.items():
+                signal.signal(sig, old)

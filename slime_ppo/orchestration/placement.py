@@ -1,0 +1,127 @@
+"""A Ray cluster, joined or local, and the placement group that actor, critic and rollout engine share."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime_ppo.errors import ConfigError
+from slime_ppo.parallel.worker_settings import DeviceKind
+
+_log = logging.getLogger(__name__)
+
+# shares of a bundle: three tenants live on one device and take turns
+TENANT_SHARE: Mapping[str, float] = {"actor": 0.4, "critic": 0.4, "rollout": 0.2}
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """`address` None starts a cluster on this machine; `num_bundles` devices (or CPU slots) are asked for.
+
+    `device` auto takes GPUs when the cluster has any.
+    """
+
+    address: str | None
+    num_bundles: int
+    device: Literal["cpu", "cuda", "auto"]
+    num_threads_per_rank: int
+    placement_timeout_s: float
+    object_store_bytes: int
+
+
+class RayCluster:
+    """Connects on entry; on exit removes the placement group and disconnects, ending a local cluster."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self.device: DeviceKind = "cpu"
+
+    def __enter__(self) -> "RayCluster":
+        self._connect()
+        try:
+            has_gpus = "GPU" in ray.cluster_resources()
+            self.device = self._settings.device if self._settings.device != "auto" else "cuda" if has_gpus else "cpu"
+            self._group = self._placement_group()
+        except BaseException:
+            ray.shutdown()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+
+    def spawn(self, process: type, *, tenant: str, bundle: int, arguments: Sequence[object]) -> Any:
+        """Start an actor process in a bundle with the tenant's share of its device."""
+        share = TENANT_SHARE[tenant]
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+        )
+        remote = ray.remote(concurrency_groups={"health": 2})(process).options(
+            num_cpus=share,
+            num_gpus=share if self.device == "cuda" else 0,
+            scheduling_strategy=strategy,
+            max_restarts=0,
+        )
+        actor = remote.remote(*arguments)
+        self._actors.append(actor)
+        return actor
+
+    @property
+    def description(self) -> str:
+        """Where the run is, for the start of its output."""
+        if self._settings.address is not None:
+            return f"joined the Ray cluster at {self._settings.address}, {self._settings.num_bundles} bundles on {self.device}"
+        return (
+            f"local Ray cluster, {self._settings.num_bundles} bundles on {self.device}. Ray listens on all network interfaces; "
+            "a token made for this run locks it"
+        )
+
+    def _connect(self) -> None:
+        common: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
+        if self._settings.address is not None:
+            # the driver's environment does not reach the workers of a cluster that runs already
+            threads = {"OMP_NUM_THREADS": str(self._settings.num_threads_per_rank)}
+            ray.init(address=self._settings.address, runtime_env={"env_vars": threads}, **common)
+            return
+        cores = os.cpu_count() or 1
+        ray.init(
+            num_cpus=max(cores, self._settings.num_bundles),
+            include_dashboard=False,
+            object_store_memory=self._settings.object_store_bytes,
+            **common,
+        )
+
+    def _placement_group(self) -> PlacementGroup:
+        kinds = {"CPU": 1.0, "GPU": 1.0} if self.device == "cuda" else {"CPU": 1.0}
+        asked = {kind: amount * self._settings.num_bundles for kind, amount in kinds.items()}
+        present = ray.cluster_resources()
+        for kind, amount in asked.items():
+            found = present[kind] if kind in present else 0.0
+            if found < amount:
+                raise ConfigError(
+                    f"the run asks for {amount:g} {kind}s (one per rank of the larger role), the cluster has {found:g}: lower "
+                    "--actor-num-nodes, --actor-num-gpus-per-node or the critic's, or add nodes"
+                )
+        group = placement_group([kinds] * self._settings.num_bundles, strategy="PACK")
+        try:
+            ray.get(group.ready(), timeout=self._settings.placement_timeout_s)
+        except GetTimeoutError as error:
+            free = ray.available_resources()
+            table = ", ".join(f"{kind}: {asked[kind]:g} asked, {free[kind] if kind in free else 0:g} free" for kind in asked)
+            remove_placement_group(group)
+            raise ConfigError(
+                f"no placement within {self._settings.placement_timeout_s:g} s (--placement-timeout-s): {table}. Other jobs hold "
+                "the rest: wait for them, or ask for less"
+            ) from error
+        return group

@@ -1,0 +1,62 @@
+"""The seams between the training loop and what runs it. The loop knows these protocols, not Ray."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slime_ppo.types.rollout_batch import RolloutBatch
+from slime_ppo.types.stats import Stats
+from slime_ppo.types.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class BatchHandle:
+    """A rollout on its way through the stages: the batch, and the columns each stage's ranks have added.
+
+    Both are references into whatever carries the data (an object store, or plain objects); the driver does not look in.
+    `parts` holds one reference per producing rank and stage.
+    """
+
+    batch: object
+    parts: tuple[object, ...] = ()
+
+    def with_parts(self, parts: Sequence[object]) -> "BatchHandle":
+        return BatchHandle(self.batch, (*self.parts, *parts))
+
+
+class Tenant(Protocol):
+    """Something that holds device memory and takes turns."""
+
+    def wake(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def resident_bytes(self) -> int: ...
+
+
+class TrainGroup(Tenant, Protocol):
+    """All ranks of one role."""
+
+    def put(self, batch: RolloutBatch) -> BatchHandle:
+        """Hand a rollout to where the ranks can read it."""
+        ...
+
+    def fetch(self, handle: BatchHandle) -> RolloutBatch:
+        """The rollout with every column made so far, on the driver."""
+        ...
+
+    def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
+        """The actor's old log-probs, entropy, and the reference's log-probs."""
+        ...
+
+    def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
+        """The critic's values, token rewards, returns and advantages."""
+        ...
+
+    def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
+        """The planned optimizer steps, one Stats per step."""
+        ...
+
+    def save_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder."""
+        ...

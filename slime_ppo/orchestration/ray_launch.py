@@ -1,0 +1,214 @@
+"""From a config to a running job: everything that can be checked first, then Ray, the processes, and the loop."""
+
+import logging
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_ppo.config.batch_plan import batch_plan_text
+from slime_ppo.config.checks import check_engine_support, config_warnings
+from slime_ppo.config.preflight import preflight
+from slime_ppo.config.root import Config
+from slime_ppo.data.source import JsonlDataSource
+from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
+from slime_ppo.errors import SlimePpoError
+from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
+from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
+from slime_ppo.orchestration.ray_environment import cluster_address
+from slime_ppo.orchestration.ray_health import Call, gather
+from slime_ppo.orchestration.ray_rollout import ObjectStoreSync, RayRolloutEngine, RolloutTenant
+from slime_ppo.orchestration.ray_train_group import RayTrainGroup
+from slime_ppo.orchestration.turns import DeviceTurns
+from slime_ppo.orchestration.worker_settings import worker_settings
+from slime_ppo.rewards.base import resolve_reward
+from slime_ppo.rewards.runner import RewardRunner
+from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.tracking.base import RunInfo, Tracker
+from slime_ppo.tracking.clock import RunClock
+from slime_ppo.tracking.trackers import build_trackers
+from slime_ppo.trainer import PpoTrainer, TrainerParts
+from slime_ppo.types.sample import Prompt
+
+_LEXICON_NOTE = (
+    "A lexicon reward is easily flattered: it counts kind words, not kind sentences. Read the samples beside the curve: the "
+    "policy has found a few happy phrases and repeats them."
+)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What is read and checked before any device is used."""
+
+    tokenizer: TextTokenizer
+    vocab_size: int
+    prompts: JsonlDataSource
+    heldout: tuple[Prompt, ...]
+    rewards: RewardRunner
+    tracker: Tracker
+
+
+def run_ppo(config: Config) -> int:
+    """Train. Returns the exit code: 0 done, 128 + signal number after SIGINT or SIGTERM.
+
+    Raises ConfigError or DataError before any device is used, another SlimePpoError when the run fails, with the place in
+    its text. On every way out all processes that the run started are ended.
+    """
+    clock = RunClock()
+    inputs = read_inputs(config)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(inputs.rewards).start()
+            _prepare_run_folder(config)
+            say(batch_plan_text(config), *config_warnings(config))
+            cluster = stack.enter_context(RayCluster(_cluster_settings(config)))
+            stack.enter_context(interrupts_raise())
+            say(cluster.description)
+            parts = _start(config, cluster, inputs, clock)
+            stack.callback(parts.tracker.close)
+            parts.tracker.start(_run_info(config))
+            PpoTrainer(config, parts).run()
+    except Interrupted as interrupt:
+        say(f"stopped by {interrupt} in {clock.where}; metrics and report so far are in {config.run.save}")
+        return interrupt.exit_code
+    except SlimePpoError as error:
+        raise type(error)(f"{clock.where}: {error}") from error
+    say(f"done: {config.run.save}/report.html")
+    return 0
+
+
+def say(*lines: str) -> None:
+    """A line for the person at the terminal; metrics go through the trackers."""
+    for line in lines:
+        sys.stdout.write(line.rstrip("\n") + "\n")
+    sys.stdout.flush()
+
+
+def read_inputs(config: Config) -> RunInputs:
+    """Read and check every input. Raises ConfigError or DataError; nothing is started or written."""
+    shapes = preflight(config)
+    check_engine_support(config, returns_support=RayRolloutEngine.returns_support)
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    heldout: tuple[Prompt, ...] = ()
+    if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
+        heldout = _read_prompts(config, tokenizer, config.eval.eval_prompt_data, origin="--eval-prompt-data").prompts
+    reward = config.reward
+    return RunInputs(
+        tokenizer=tokenizer,
+        vocab_size=shapes.actor.vocab_size,
+        prompts=_read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data"),
+        heldout=heldout,
+        rewards=RewardRunner(
+            resolve_reward(reward.rm_type, reward.custom_rm_path),
+            num_workers=reward.reward_num_workers,
+            batch_size=reward.reward_batch_size,
+            timeout_s=reward.reward_timeout_s,
+            on_bad_sample=reward.on_bad_sample,
+        ),
+        tracker=build_trackers(config.tracking),
+    )
+
+
+def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin: str) -> JsonlDataSource:
+    data = config.data
+    return JsonlDataSource(
+        path,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        max_prompt_len=data.rollout_max_prompt_len,
+        overlong_prompt=data.overlong_prompt,
+        shuffle=data.shuffle,
+        seed=config.run.seed,
+        origin=origin,
+    )
+
+
+def _prepare_run_folder(config: Config) -> None:
+    """The folder with the resolved config and the driver's log."""
+    folder = Path(config.run.save)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    handler = logging.FileHandler(folder / "logs" / "driver.log", mode="w", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    package = logging.getLogger("slime_ppo")
+    package.handlers = [handler]
+    package.setLevel(logging.INFO)
+    package.propagate = False
+
+
+def _cluster_settings(config: Config) -> ClusterSettings:
+    return ClusterSettings(
+        address=cluster_address(config.cluster),
+        num_bundles=config.num_bundles,
+        device=config.cluster.device,
+        num_threads_per_rank=config.cluster.num_threads_per_rank,
+        placement_timeout_s=config.cluster.placement_timeout_s,
+        object_store_bytes=config.cluster.object_store_bytes,
+    )
+
+
+def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClock) -> TrainerParts:
+    """Start all processes side by side, wait until every one is up, and hand out the turns."""
+    log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
+    timeout_s = config.cluster.call_timeout_s
+    watched: list[Call] = []
+    actor, critic = (
+        RayTrainGroup(
+            cluster,
+            role.role,
+            num_ranks=role.num_ranks,
+            log_dir=log_dir,
+            timeout_s=timeout_s,
+            bucket_bytes=config.rollout.weight_bucket_bytes,
+            watched=watched,
+        )
+        for role in (config.role("actor"), config.role("critic"))
+    )
+    engine = RayRolloutEngine(cluster, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
+    starting = engine.start(
+        config.model.hf_checkpoint,
+        dtype=config.model.dtype,
+        device=cluster.device,
+        trust_remote_code=config.model.trust_remote_code,
+        num_threads=config.cluster.num_threads_per_rank,
+    )
+    actor_ranks = worker_settings(config, "actor", init_method=actor.rendezvous(), device=cluster.device)
+    critic_ranks = worker_settings(config, "critic", init_method=critic.rendezvous(), device=cluster.device)
+    starting += actor.start("start_actor", [(rank, config.ppo, config.rollout.rollout_temperature) for rank in actor_ranks])
+    starting += critic.start("start_critic", [(rank, config.ppo) for rank in critic_ranks])
+    gather(starting, phase="start-up", timeout_s=config.cluster.worker_start_timeout_s, watched=watched)
+    return TrainerParts(
+        actor=actor,
+        critic=critic,
+        turns=DeviceTurns(
+            {"actor": actor, "critic": critic, "rollout": RolloutTenant(engine)},
+            offload=config.cluster.offload,
+            on_time=clock.add,
+        ),
+        sync=ObjectStoreSync(actor, engine, bucket_bytes=config.rollout.weight_bucket_bytes),
+        samples=SampleBuilder(
+            engine=engine,
+            tokenizer=inputs.tokenizer,
+            run_seed=config.run.seed,
+            vocab_size=inputs.vocab_size,
+            mask_truncated=config.ppo.truncation_policy == "mask",
+        ),
+        rewards=inputs.rewards,
+        prompts=inputs.prompts,
+        heldout=inputs.heldout,
+        tracker=inputs.tracker,
+        clock=clock,
+    )
+
+
+def _run_info(config: Config) -> RunInfo:
+    uses_lexicon = config.reward.custom_rm_path is None and config.reward.rm_type == "vader"
+    return RunInfo(
+        title=f"PPO of {Path(config.model.hf_checkpoint).name}",
+        run_dir=Path(config.run.save),
+        num_rollout=config.run.num_rollout,
+        config_yaml=config.to_yaml(),
+        notes=(_LEXICON_NOTE,) if uses_lexicon else (),
+    )

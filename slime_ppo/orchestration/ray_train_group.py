@@ -1,0 +1,109 @@
+"""All ranks of one role as Ray processes, behind the TrainGroup protocol."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slime_ppo.orchestration.placement import RayCluster
+from slime_ppo.orchestration.protocols import BatchHandle
+from slime_ppo.orchestration.ray_health import Call, gather
+from slime_ppo.orchestration.ray_worker import RankProcess
+from slime_ppo.types.rollout_batch import RolloutBatch
+from slime_ppo.types.stats import Stats, merge_stats
+from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
+
+
+class RayTrainGroup:
+    """One process per rank, rank r in bundle r. Every call goes to all ranks and waits for all of them.
+
+    `watched` are calls that fail when any process of the run dies, so that no wait outlives a dead rank.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        role: str,
+        *,
+        num_ranks: int,
+        log_dir: str,
+        timeout_s: float,
+        bucket_bytes: int,
+        watched: list[Call],
+    ) -> None:
+        self.role = role
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._watched = watched
+        self.ranks = [
+            cluster.spawn(RankProcess, tenant=role, bundle=rank, arguments=(f"{role}-{rank}", log_dir)) for rank in range(num_ranks)
+        ]
+        watched.extend(self._calls([rank.outlive.remote() for rank in self.ranks]))
+
+    def rendezvous(self) -> str:
+        """Where the role's process group meets."""
+        [address] = self._gather([self.ranks[0].rendezvous.remote()], "start")
+        return str(address)
+
+    def start(self, method: str, arguments: Sequence[Sequence[object]]) -> list[Call]:
+        """Begin building the role, one tuple of arguments per rank; wait for the calls together with the other roles'."""
+        return self._calls([getattr(rank, method).remote(*given) for rank, given in zip(self.ranks, arguments, strict=True)])
+
+    def put(self, batch: RolloutBatch) -> BatchHandle:
+        return BatchHandle(ray.put(batch))
+
+    def fetch(self, handle: BatchHandle) -> RolloutBatch:
+        batch, *parts = ray.get([handle.batch, *handle.parts])
+        merged: RolloutBatch = batch.with_parts(parts)
+        return merged
+
+    def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
+        return self._columns(handle, [rank.compute_log_probs.remote(handle.batch, *handle.parts) for rank in self.ranks], "log-probs")
+
+    def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
+        answers = [rank.compute_advantages.remote(kl_coef, handle.batch, *handle.parts) for rank in self.ranks]
+        return self._columns(handle, answers, "values and advantages")
+
+    def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
+        rates = tuple(learning_rates)
+        answers = [rank.train.remote(plan, rates, handle.batch, *handle.parts) for rank in self.ranks]
+        per_rank: list[list[Stats]] = self._gather(answers, "training")
+        return [merge_stats(step) for step in zip(*per_rank, strict=True)]
+
+    def wake(self) -> None:
+        self._gather([rank.wake.remote() for rank in self.ranks], "wake")
+
+    def offload(self) -> None:
+        self._gather([rank.offload.remote() for rank in self.ranks], "offload")
+
+    def resident_bytes(self) -> int:
+        return sum(self._gather([rank.resident_bytes.remote() for rank in self.ranks], "memory report"))
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """The weights as Hugging Face tensors."""
+        [specs] = self._gather([self.ranks[0].manifest.remote()], "manifest")
+        return tuple(specs)
+
+    def export_bucket(self, bucket: Bucket) -> "ray.ObjectRef[Any]":
+        """A reference to the bucket's bytes, gathered over the ranks."""
+        answers = [rank.export_bucket.remote(bucket) for rank in self.ranks]
+        self._wait(answers, "weight export")
+        return answers[0]
+
+    def save_hf(self, folder: str) -> None:
+        self._gather([rank.save_hf.remote(folder, self._bucket_bytes) for rank in self.ranks], "saving weights")
+
+    def _columns(self, handle: BatchHandle, answers: list[list["ray.ObjectRef[Any]"]], phase: str) -> tuple[BatchHandle, Stats]:
+        stats = self._gather([report for _, report in answers], phase)
+        return handle.with_parts([part for part, _ in answers]), merge_stats(stats)
+
+    def _gather(self, refs: Sequence["ray.ObjectRef[Any]"], phase: str) -> list[Any]:
+        return gather(self._calls(refs), phase=f"{self.role} {phase}", timeout_s=self._timeout_s, watched=self._watched)
+
+    def _wait(self, refs: Sequence["ray.ObjectRef[Any]"], phase: str) -> None:
+        self._gather(refs[1:], phase)  # rank 0 holds the bytes: they go from its process to the reader, not through here
+        ray.wait([refs[0]], timeout=self._timeout_s, fetch_local=False)
+
+    def _calls(self, refs: Sequence["ray.ObjectRef[Any]"]) -> list[Call]:
+        return [Call(ref, f"{self.role} rank {rank}") for rank, ref in enumerate(refs)]

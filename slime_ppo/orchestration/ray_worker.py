@@ -1,0 +1,234 @@
+"""The processes that Ray starts: one per rank of a role, one for the rollout engine.
+
+Torch, Megatron and transformers are imported in their methods, in their processes; the driver never does.
+"""
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import ray
+
+from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.errors import WeightSyncError
+from slime_ppo.parallel.worker_settings import DeviceKind, WorkerSettings
+from slime_ppo.rollout.engine import EngineHealth, EnginePart
+from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
+from slime_ppo.types.sample import GenerateRequest, GenerateResult
+from slime_ppo.types.stats import Stats
+from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, bucket_checksums, pack_bucket
+
+if TYPE_CHECKING:
+    from slime_ppo.backends.megatron.actor import ActorRole
+    from slime_ppo.backends.megatron.critic import CriticRole
+    from slime_ppo.backends.megatron.export import WeightExporter
+    from slime_ppo.rollout.embedded.engine import EmbeddedEngine
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _logged(method: Method) -> Method:
+    """Leave the traceback in this process's log; the driver shows one line of it. Goes outside of `ray.method`, whose
+    marks Ray looks for on the innermost function."""
+
+    @wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+    return wrapped  # type: ignore[return-value]
+
+
+class Process:
+    """What all our processes have: a log of their own, and a call that lasts as long as they live."""
+
+    def __init__(self, name: str, log_dir: str) -> None:
+        folder = Path(log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.enable(sys.stderr)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr, force=True)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\.")
+
+    @ray.method(concurrency_group="health")
+    def outlive(self) -> None:
+        """Never returns: its reference fails when this process dies, whatever else it was doing."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="health")
+    def process_id(self) -> int:
+        return os.getpid()
+
+
+class RankProcess(Process):
+    """One rank of the actor or the critic."""
+
+    def __init__(self, name: str, log_dir: str) -> None:
+        super().__init__(name, log_dir)
+        self._actor: ActorRole | None = None
+        self._critic: CriticRole | None = None
+        self._exporter: WeightExporter | None = None
+
+    def rendezvous(self) -> str:
+        """An address on this node where a process group can meet; asked of rank 0."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    @_logged
+    def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, temperature: float) -> None:
+        """Join the other ranks and build the policy. All ranks of the actor are called together."""
+        _prepare_torch(settings.rank.device)
+        from slime_ppo.backends.megatron.actor import ActorRole
+
+        self._actor = ActorRole(settings, ppo, temperature)
+        self._build_exporter()
+
+    @_logged
+    def start_critic(self, settings: WorkerSettings, ppo: PpoConfig) -> None:
+        """Join the other ranks and build the value function. All ranks of the critic are called together."""
+        _prepare_torch(settings.rank.device)
+        from slime_ppo.backends.megatron.critic import CriticRole
+
+        self._critic = CriticRole(settings, ppo)
+        self._build_exporter()
+
+    @_logged
+    @ray.method(num_returns=2)
+    def compute_log_probs(self, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
+        return _present(self._actor).compute_log_probs(batch.with_parts(parts))
+
+    @_logged
+    @ray.method(num_returns=2)
+    def compute_advantages(self, kl_coef: float, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
+        return _present(self._critic).compute_advantages(batch.with_parts(parts), kl_coef)
+
+    @_logged
+    def train(self, plan: StepPlan, learning_rates: Sequence[float], batch: RolloutBatch, *parts: ColumnPart | None) -> list[Stats]:
+        return self._role.train(batch.with_parts(parts), plan, learning_rates)
+
+    @_logged
+    def wake(self) -> None:
+        self._role.memory.wake()
+
+    @_logged
+    def offload(self) -> None:
+        self._role.memory.offload()
+
+    def resident_bytes(self) -> int:
+        return self._role.memory.resident_bytes()
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """The weights as Hugging Face tensors: names, shapes, types."""
+        return _present(self._exporter).specs
+
+    @_logged
+    def export_bucket(self, bucket: Bucket) -> np.ndarray | None:
+        """The bucket's bytes on rank 0, None elsewhere. All ranks of the role are called together."""
+        tensors = _present(self._exporter).gather(bucket)
+        return pack_bucket(bucket, tensors) if self._is_first else None
+
+    @_logged
+    def save_hf(self, folder: str, bucket_bytes: int) -> None:
+        """Write a Hugging Face folder from rank 0. All ranks of the role are called together."""
+        from slime_ppo.backends.megatron.export import save_hf_folder
+
+        save_hf_folder(_present(self._exporter), folder, source=self._role.settings.model.hf_folder, bucket_bytes=bucket_bytes, writes=self._is_first)
+
+    @property
+    def _role(self) -> "ActorRole | CriticRole":
+        return self._actor if self._actor is not None else _present(self._critic)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._role.settings.rank.rank == 0
+
+    def _build_exporter(self) -> None:
+        from slime_ppo.backends.megatron.export import WeightExporter
+
+        self._exporter = WeightExporter(self._role.model, self._role.table)
+
+
+class EngineProcess(Process):
+    """The embedded rollout engine in a process of its own."""
+
+    def __init__(self, name: str, log_dir: str) -> None:
+        super().__init__(name, log_dir)
+        self._engine: EmbeddedEngine | None = None
+
+    @_logged
+    def start(self, hf_folder: str, *, dtype: str, device: str, trust_remote_code: bool, num_threads: int) -> None:
+        from slime_ppo.rollout.embedded.engine import EmbeddedEngine
+
+        self._engine = EmbeddedEngine(
+            hf_folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code, num_threads=num_threads
+        )
+
+    @_logged
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        return _present(self._engine).generate(requests)
+
+    @ray.method(concurrency_group="health")
+    def abort(self) -> None:
+        _present(self._engine).abort()
+
+    @_logged
+    def wake(self, parts: EnginePart) -> None:
+        _present(self._engine).wake(parts)
+
+    @_logged
+    def offload(self, parts: EnginePart) -> None:
+        _present(self._engine).offload(parts)
+
+    def health(self) -> EngineHealth:
+        return _present(self._engine).health()
+
+    @_logged
+    def begin_update(self, manifest: tuple[TensorSpec, ...], version: int, bucket_bytes: int) -> None:
+        _present(self._engine).begin_update(manifest, version, bucket_bytes=bucket_bytes)
+
+    @_logged
+    def load_bucket(self, index: int, flat: np.ndarray) -> None:
+        _present(self._engine).load_bucket(index, flat)
+
+    @_logged
+    def end_update(self) -> int:
+        return _present(self._engine).end_update()
+
+    @_logged
+    def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
+        """Compare the engine's parameters with what the trainer sent. Raises WeightSyncError naming the tensors."""
+        held = _present(self._engine).checksums()
+        different = [name for name, sent in bucket_checksums(bucket, flat).items() if held[name] != sent]
+        if different:
+            raise WeightSyncError(f"after the push the engine's {', '.join(different)} differ from the trainer's")
+
+
+def _prepare_torch(device: DeviceKind) -> None:
+    """Before the first import of megatron.core."""
+    from slime_ppo.backends.megatron.device import prepare_megatron
+
+    prepare_megatron(device)
+
+
+def _present(started: Any) -> Any:
+    if started is None:
+        raise RuntimeError("this process has not been started as what it is asked for")
+    return started

@@ -1,0 +1,51 @@
+"""Config -> what the processes of a role are started with. No torch."""
+
+from slime_ppo.config.roles import RoleName
+from slime_ppo.config.root import Config
+from slime_ppo.parallel.layout import ParallelLayout
+from slime_ppo.parallel.worker_settings import (
+    BatchSettings,
+    DeviceKind,
+    ModelSettings,
+    OptimizerSettings,
+    RankSettings,
+    WorkerSettings,
+)
+
+
+def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
+    """One entry per rank of the role."""
+    one = config.role(role)
+    layout = ParallelLayout(num_ranks=one.num_ranks, tp_size=one.tp_size)
+    keeps_reference = role == "actor" and config.ppo.needs_reference
+    model = ModelSettings(
+        hf_folder=one.hf_folder,
+        ref_folder=config.model.ref_folder if keeps_reference else None,
+        dtype=config.model.dtype,
+        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
+    )
+    optimizer = OptimizerSettings(
+        clip_grad=one.clip_grad,
+        weight_decay=one.weight_decay,
+        adam_beta1=one.adam_betas[0],
+        adam_beta2=one.adam_betas[1],
+        adam_eps=one.adam_eps,
+    )
+    by_tokens = config.batch.use_dynamic_batch_size
+    batch = BatchSettings(
+        micro_batch_size=None if by_tokens else config.batch.micro_batch_size,
+        max_tokens=config.batch.max_tokens_per_gpu if by_tokens else None,
+    )
+    ranks = [
+        RankSettings(
+            rank=rank,
+            init_method=init_method,
+            device=device,
+            seed=config.run.seed,
+            num_threads=config.cluster.num_threads_per_rank,
+            deterministic=config.run.deterministic,
+            collective_timeout_s=config.cluster.call_timeout_s,
+        )
+        for rank in range(one.num_ranks)
+    ]
+    return [WorkerSettings(rank=rank, layout=layout, model=model, optimizer=optimizer, batch=batch) for rank in ranks]

@@ -1,0 +1,61 @@
+"""What one rank of a role is started with. No torch: the driver makes these."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slime_ppo.parallel.layout import ParallelLayout
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """Where a rank stands and how it computes. `init_method` is torch.distributed's, e.g. tcp://127.0.0.1:29500."""
+
+    rank: int
+    init_method: str
+    device: DeviceKind
+    seed: int
+    num_threads: int
+    deterministic: bool
+    collective_timeout_s: float
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Where a role's weights come from. `ref_folder` None: the role keeps no reference."""
+
+    hf_folder: str
+    ref_folder: str | None
+    dtype: Literal["float32", "bfloat16"]
+    make_vocab_size_divisible_by: int
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Adam's numbers of one role. The learning rate is set anew at every step."""
+
+    clip_grad: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass. One of them is set."""
+
+    micro_batch_size: int | None
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Everything one rank needs to come up."""
+
+    rank: RankSettings
+    layout: ParallelLayout
+    model: ModelSettings
+    optimizer: OptimizerSettings
+    batch: BatchSettings

@@ -1,0 +1,85 @@
+"""Token rewards: the sequence reward at the last trainable token, minus the KL penalty on every trainable token (SEMANTICS 4).
+
+Shapes: N response tokens of all samples, S samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_ppo.errors import ConfigError, DataError
+from slime_ppo.ppo_utils.kl import KLKind, kl_estimate
+from slime_ppo.ppo_utils.packed import sample_index, segment_sum, select
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """`rewards` [N]; `kl` [N], the estimate that was charged, before kl_coef. Both 0 where masked."""
+
+    rewards: Tensor
+    kl: Tensor
+
+
+@torch.no_grad()
+def build_token_rewards(
+    sequence_rewards: Tensor,
+    old_full_log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    mask: Tensor,
+    lens: Tensor,
+    *,
+    kl_coef: float,
+    kl_kind: KLKind = "k1",
+    process_rewards: Tensor | None = None,
+) -> TokenRewards:
+    """r_t = process reward_t - kl_coef * KL_t, plus the sequence reward at the last trainable token of the sample.
+
+    Ouyang et al., "Training language models to follow instructions with human feedback" (2022), eq. 2. `sequence_rewards`
+    [S]; log-probs [N] over the full vocabulary; KL_t = old - ref (k1, unclamped; k2 and k3 give a wrong gradient here).
+    `process_rewards` [N]: those on masked tokens are credited, undiscounted, to the nearest trainable token before, so that the
+    sum is conserved. Samples without a trainable token get nothing. Built once per rollout; critic and actor see the same.
+    Raises ConfigError when a KL is asked for without a reference; DataError when a process reward has no trainable
+    token before it.
+    """
+    if ref_log_probs is None:
+        if kl_coef != 0:
+            raise ConfigError(
+                f"kl_coef is {kl_coef}, but there are no reference log-probs; give a reference model or set --kl-coef 0"
+            )
+        kl = torch.zeros_like(old_full_log_probs)
+    else:
+        kl = kl_estimate(kl_kind, old_full_log_probs, ref_log_probs, mask).kl
+    rewards = -kl_coef * kl if kl_coef != 0 else torch.zeros_like(kl)
+    trained = segment_sum(mask.to(torch.int64), lens) > 0
+    owner = _last_trainable_up_to(mask)
+    if process_rewards is not None:
+        rewards = rewards.index_add(0, *_credited(process_rewards.to(rewards.dtype), owner, trained, lens))
+    ends = lens.cumsum(0)[trained] - 1
+    rewards = rewards.index_add(0, owner[ends], sequence_rewards.to(rewards)[trained])
+    return TokenRewards(rewards=select(rewards, mask), kl=kl)
+
+
+def _last_trainable_up_to(mask: Tensor) -> Tensor:
+    """Flat position of the last trainable token at or before each token, int64 [N]; -1 where there is none at all.
+
+    It runs on across samples: only meaningful where the token's own sample has a trainable token before it.
+    """
+    position = torch.arange(len(mask), device=mask.device)
+    return torch.where(mask, position, -1).cummax(0).values if len(mask) else position
+
+
+def _credited(process_rewards: Tensor, owner: Tensor, trained: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions and amounts of the process rewards that are not 0."""
+    row = sample_index(lens)
+    paid = ((process_rewards != 0) & trained[row]).nonzero()[:, 0]
+    first = (lens.cumsum(0) - lens)[row[paid]]
+    early = owner[paid] < first
+    if bool(early.any()):
+        token = paid[early][0]
+        raise DataError(
+            f"response token {int(token - first[early][0])} of sample {int(row[token])} of the batch has a process reward of "
+            f"{float(process_rewards[token])}, but no trainable token at or before it to credit; expected process rewards "
+            "after the first trainable token only"
+        )
+    return owner[paid], process_rewards[paid]

@@ -1,0 +1,130 @@
+"""The part of reward scoring that runs in a worker process: import the user's function, call it, check what it returned."""
+
+import asyncio
+import inspect
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
+from typing import cast
+
+import numpy as np
+
+from slime_ppo.errors import ConfigError
+from slime_ppo.registry import import_dotted
+from slime_ppo.rewards.base import RewardFn, RewardInput, RewardResult, RewardSpec
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    """What one call of a reward function came to; plain values only, so that it always crosses the process border.
+
+    `rewards` and `problems` have one entry per input; a problem other than "" says why there is no reward. `failure` is set
+    when the call as a whole raised, which may be the fault of one sample; `broken` when it returned something that is no list
+    with one entry per input, so that nobody's reward can be told.
+    """
+
+    rewards: tuple[float, ...] = ()
+    problems: tuple[str, ...] = ()
+    failure: str | None = None
+    broken: str | None = None
+
+
+def prepare_worker(spec: RewardSpec, log_file: str | None) -> None:
+    """Runs once in a fresh worker, outside any timeout.
+
+    Never raises, or the pool would start workers without end; `import_problem` tells what is wrong with the function.
+    """
+    if log_file is not None:
+        target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import_problem(spec)
+
+
+def import_problem(spec: RewardSpec) -> str:
+    """Why the reward function cannot be used, "" when it can."""
+    try:
+        _load(spec)
+    except ConfigError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
+        return f"{spec.origin}: {spec.path} cannot be used, building it raised {_describe(error)}"
+    return ""
+
+
+def score_batch(spec: RewardSpec, inputs: Sequence[RewardInput]) -> BatchScores:
+    """Call the reward function on `inputs` and check its answer."""
+    try:
+        returned: object = _load(spec)(inputs)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_wait_for(returned))
+    except (Exception, SystemExit) as error:
+        return BatchScores(failure=f"raised {_describe(error)}")
+    if not isinstance(returned, list | tuple | np.ndarray):
+        return BatchScores(broken=f"returned {_shown(returned)} for {len(inputs)} samples")
+    if len(returned) != len(inputs):
+        return BatchScores(broken=f"returned {len(returned)} rewards for {len(inputs)} samples")
+    problems = tuple(_problem(value) for value in returned)
+    rewards = tuple(0.0 if problem else _number(value) for value, problem in zip(returned, problems, strict=True))
+    return BatchScores(rewards=rewards, problems=problems)
+
+
+def _end_with_parent() -> None:
+    """A driver that was killed cannot close its workers, and one that hangs in user code does not see that the pipe closed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@cache
+def _load(spec: RewardSpec) -> RewardFn:
+    found = import_dotted(spec.path, origin=spec.origin)
+    if isinstance(found, type):
+        found = found()
+    if not callable(found):
+        raise ConfigError(f"{spec.origin}: {spec.path} is a {type(found).__name__}, expected a function or a class with __call__")
+    return cast(RewardFn, found)
+
+
+async def _wait_for(awaitable: object) -> object:
+    return await awaitable  # type: ignore[misc]
+
+
+def _number(value: object) -> float:
+    return float(cast(float, value.reward if isinstance(value, RewardResult) else value))
+
+
+def _problem(value: object) -> str:
+    """Why `value` is no reward, "" when it is."""
+    reward = value.reward if isinstance(value, RewardResult) else value
+    if not isinstance(reward, Real):
+        return f"returned {_shown(reward)}"
+    # rewards are stored in float32
+    if not math.isfinite(float(reward)) or abs(float(reward)) > float(np.finfo(np.float32).max):
+        return f"returned {float(reward)}"
+    return ""
+
+
+def _shown(value: object) -> str:
+    return "None" if value is None else f"{_shortened(repr(value))} (a {type(value).__name__})"
+
+
+def _describe(error: BaseException) -> str:
+    """Type, text, and the innermost line of the user's code."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    place = f" at {last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else ""
+    return f"{type(error).__name__}: {_shortened(str(error))}{place}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,86 @@
+"""The Hugging Face model inside the embedded engine, and the memory of its parameters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from slime_ppo.errors import CheckpointError, RolloutError
+
+LOAD_FAILURES = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+
+
+def load_causal_lm(hf_folder: str | Path, *, dtype: str, device: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The folder's causal LM with SDPA attention, in eval mode and without gradients. Never reaches the network.
+
+    Parameters own their memory, so that it can be freed. Raises CheckpointError for a folder that is missing, can't be
+    read, or lacks a tensor of the model.
+    """
+    folder = Path(hf_folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no config.json (--hf-checkpoint)")
+    # Library noise does not reach the console of the run.
+    quiet: Any = transformers_logging
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()
+    auto: Any = AutoModelForCausalLM
+    try:
+        loaded, loading = auto.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except LOAD_FAILURES as error:
+        raise CheckpointError(f"{folder} does not load as a causal language model (--hf-checkpoint): {error}") from error
+    lost = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
+    if lost:
+        raise CheckpointError(f"{folder}: the weight files lack tensors of the model, or have them in another shape: {lost}")
+    model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        # As loaded, they live in a mapped file, whose memory can't be resized.
+        parameter.data = parameter.data.clone()
+    return model
+
+
+class ParameterMemory:
+    """Frees and allocates the memory of a model's parameters; between the two their values are lost.
+
+    Tied parameters count once, under the first name. Buffers stay: a weight push would not bring them back.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._sizes = {name: parameter.untyped_storage().nbytes() for name, parameter in self._parameters.items()}
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Name -> the parameter itself: writing to it changes the model."""
+        return self._parameters
+
+    def bytes_resident(self) -> int:
+        """Bytes of parameters and buffers on the device; memory shared by two tensors counts once."""
+        storages = [tensor.untyped_storage() for tensor in (*self._parameters.values(), *self._model.buffers())]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() > 0}.values())
+
+    def free(self) -> None:
+        """Give the parameters' memory back; raises RolloutError when some of it is still there."""
+        for parameter in self._parameters.values():
+            parameter.untyped_storage().resize_(0)
+            if parameter.is_cuda:
+                torch.cuda.empty_cache()
+        left = sum(parameter.untyped_storage().nbytes() for parameter in self._parameters.values())
+        if left > 0:
+            raise RolloutError(f"offload of the embedded engine left {left} bytes of parameters on the device, expected 0")
+
+    def allocate(self) -> None:
+        """Memory for all parameters, of undefined content."""
+        for name, parameter in self._parameters.items():
+            parameter.untyped_storage().resize_(self._sizes[name])

@@ -1,0 +1,120 @@
+"""What the trainer hands to every tracker, and the seam they share: start, log, log_table, close."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from slime_ppo.errors import DataError
+
+SampleKind = Literal["train", "heldout"]
+PER_TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_mask")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run as a whole. `start_rollout` is 0, or the first rollout of a resumed run: what trackers hold of that rollout
+    and later ones is from before the interruption and is replaced."""
+
+    title: str
+    run_dir: Path
+    num_rollout: int
+    config_yaml: str
+    notes: tuple[str, ...]
+    start_rollout: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """Everything measured in one rollout.
+
+    `metrics` by full name ("train/pg_loss"); a metric without a value is absent. `steps` has one mapping per optimizer
+    step ("step", "pg_loss", "value_loss", ...; policy names absent in critic-only rollouts). `phases` are seconds in the
+    order in which the phases ran.
+    """
+
+    rollout_id: int
+    metrics: Mapping[str, float]
+    steps: tuple[Mapping[str, float], ...]
+    phases: Mapping[str, float]
+
+    @property
+    def critic_only(self) -> bool:
+        """True when the critic had its turn and the actor had none (one that skipped its steps had)."""
+        trained = [name for name in self.metrics if name.startswith("train/")]
+        return bool(trained) and all(name.startswith("train/critic-") for name in trained)
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One answer, for people to read. `tokens` are the R response tokens as text.
+
+    Every per-token column has R entries, or none when it was not computed (held-out samples, runs without a reference).
+    Raises DataError when a column has another length.
+    """
+
+    rollout_id: int
+    sample_id: int
+    prompt: str
+    response: str
+    reward: float
+    finish: str
+    tokens: tuple[str, ...]
+    log_probs: tuple[float, ...]
+    ref_log_probs: tuple[float, ...]
+    values: tuple[float, ...]
+    advantages: tuple[float, ...]
+    returns: tuple[float, ...]
+    loss_mask: tuple[bool, ...]
+    kind: SampleKind
+
+    def __post_init__(self) -> None:
+        for name in PER_TOKEN_COLUMNS:
+            found = len(getattr(self, name))
+            if found not in (0, len(self.tokens)):
+                raise DataError(
+                    f"{name} of logged sample {self.sample_id} of rollout {self.rollout_id} has {found} entries, "
+                    f"expected {len(self.tokens)} (one per response token) or none"
+                )
+
+
+class Tracker(Protocol):
+    """Where metrics and samples go. Calls come from one thread: start, then any number of log and log_table, then close."""
+
+    def start(self, run: RunInfo) -> None: ...
+
+    def log(self, record: RolloutRecord) -> None: ...
+
+    def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TrackerSet:
+    """Hands every call to every tracker, in the order given. A tracker itself."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def start(self, run: RunInfo) -> None:
+        for tracker in self._trackers:
+            tracker.start(run)
+
+    def log(self, record: RolloutRecord) -> None:
+        for tracker in self._trackers:
+            tracker.log(record)
+
+    def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+        for tracker in self._trackers:
+            tracker.log_table(rollout_id, samples)
+
+    def close(self) -> None:
+        """Close all trackers, also when one fails to; then raise the first failure."""
+        failures: list[Exception] = []
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as failure:  # the others still have files to flush
+                failures.append(failure)
+        if failures:
+            raise failures[0]

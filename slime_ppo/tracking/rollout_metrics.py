@@ -1,0 +1,98 @@
+"""The metrics of one rollout by their full names, from what the stages measured."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
+from slime_ppo.types.sample import FinishReason
+from slime_ppo.types.stats import Stats, merge_stats, prefixed
+
+# training statistic -> metric name; names users of Megatron RL trainers know
+_ACTOR_NAMES = {
+    "loss": "loss",
+    "pg_loss": "pg_loss",
+    "pg_clipfrac": "pg_clipfrac",
+    "pg_clipfrac_low": "pg_clipfrac_low",
+    "pg_clipfrac_high": "pg_clipfrac_high",
+    "pg_clipfrac_dual": "pg_clipfrac_dual",
+    "ratio_clamped": "ratio_clamped",
+    "ppo_kl": "ppo_kl",
+    "kl_loss": "kl_loss",
+    "entropy_loss": "entropy_loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr-pg_0",
+    "num_tokens": "num_tokens",
+}
+_CRITIC_NAMES = {
+    "value_loss": "critic-value_loss",
+    "value_clipfrac": "critic-value_clipfrac",
+    "grad_norm": "critic-grad_norm",
+    "lr": "critic-lr",
+}
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What the driver knows of a rollout before any rank has seen it."""
+    lengths = batch.response_lens
+    cut = batch.finish == FINISH_CODES.index(FinishReason.LENGTH)
+    return {
+        "rollout/raw_reward": float(batch.rewards.mean(dtype=np.float64)),
+        "rollout/raw_reward_std": float(batch.rewards.std(dtype=np.float64)),
+        "rollout/response_len/mean": float(lengths.mean()),
+        "rollout/response_len/min": float(lengths.min()),
+        "rollout/response_len/max": float(lengths.max()),
+        "rollout/truncated_ratio": float(cut.mean()),
+        "rollout/num_samples": float(batch.num_samples),
+        "rollout/num_untrainable": float((batch.trainable_tokens == 0).sum()),
+    }
+
+
+def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
+    """What the passes before the updates measured."""
+    found = advantages.result()
+    explained = {"train/critic-explained_variance": found.pop("explained_variance")} if "explained_variance" in found else {}
+    return prefixed("rollout", log_probs.result() | found) | explained
+
+
+def training_metrics(actor: Sequence[Stats], critic: Sequence[Stats]) -> dict[str, float]:
+    """Averages over the rollout's steps: totals per step that ran, token averages over all of them."""
+    metrics: dict[str, float] = {}
+    for steps, names in ((actor, _ACTOR_NAMES), (critic, _CRITIC_NAMES)):
+        ran = [step for step in steps if not step.sums["skipped"]]
+        merged = merge_stats(ran)
+        values = merged.result() | {name: total / len(ran) for name, total in merged.totals.items()}
+        metrics |= {f"train/{metric}": values[name] for name, metric in names.items() if name in values}
+    if actor:
+        metrics["train/skipped_steps"] = float(sum(is_skipped(step) for step in actor))
+    metrics["train/critic-skipped_steps"] = float(sum(is_skipped(step) for step in critic))
+    return metrics
+
+
+def is_skipped(step: Stats) -> bool:
+    """True for an optimizer step that changed nothing."""
+    return step.sums["skipped"] > 0
+
+
+def step_records(
+    first_step: int, actor: Sequence[Stats], critic: Sequence[Stats], *, metrics: Mapping[str, float]
+) -> tuple[Mapping[str, float], ...]:
+    """One mapping per optimizer step, for the console and the report; policy names are absent in critic-only rollouts.
+
+    The explained variance is the rollout's, from before its first step.
+    """
+    explained = "train/critic-explained_variance"
+    records: list[dict[str, float]] = []
+    for index, critic_step in enumerate(critic):
+        record = {"step": float(first_step + index)}
+        if actor:
+            found = actor[index].result()
+            record |= {
+                name: found[name] for name in ("pg_loss", "ppo_kl", "pg_clipfrac", "entropy", "grad_norm", "lr") if name in found
+            }
+        found = critic_step.result()
+        record |= {"value_loss": found["value_loss"]} if "value_loss" in found else {}
+        record |= {"critic_grad_norm": found["grad_norm"]} if "grad_norm" in found else {}
+        record |= {"explained_variance": metrics[explained]} if explained in metrics else {}
+        records.append(record)
+    return tuple(records)

@@ -1,0 +1,45 @@
+"""Scalars for TensorBoard, in <run folder>/tensorboard. Written by TensorBoard's own writer, which needs no torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime_ppo.errors import ConfigError
+from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+
+EVENTS_FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """Metrics of a rollout stand at its rollout id, `step/*` at the number of the optimizer step."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        """Raises ConfigError when the package is missing."""
+        try:
+            from tensorboard.summary import Writer
+        except ImportError as error:
+            raise ConfigError(
+                f"--use-tensorboard needs the package tensorboard, and importing it failed ({error}). "
+                "Install it (pip install tensorboard) or leave the flag out; metrics.jsonl and report.html need neither."
+            ) from error
+        self._writer = Writer(str(run.run_dir / EVENTS_FOLDER))
+
+    def log(self, record: RolloutRecord) -> None:
+        for name, value in sorted(record.metrics.items()):
+            self._writer.add_scalar(name, value, record.rollout_id)
+        for step in record.steps:
+            number = int(step["step"])
+            for name, value in sorted(step.items()):
+                if name != "step":
+                    self._writer.add_scalar(f"step/{name}", value, number)
+        self._writer.flush()
+
+    def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+        """This writer has scalars only; samples are in samples.jsonl and report.html."""
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,262 @@
+"""The PPO iteration. Start reading here: one sample's way from prompt to gradient, always forward.
+
+    weights to the engine -> prompts -> responses -> rewards -> plan
+    -> actor: old and reference log-probs -> critic: values, token rewards, GAE, whitening, value updates
+    -> actor: policy updates -> report
+
+On shared devices exactly one of rollout, actor and critic is awake; `turns` changes hands where the loop says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_ppo.config.roles import RoleName
+from slime_ppo.config.root import Config
+from slime_ppo.data.schedule import make_step_plan
+from slime_ppo.data.source import DataSource
+from slime_ppo.errors import NumericsError, RewardError
+from slime_ppo.orchestration.protocols import BatchHandle, TrainGroup
+from slime_ppo.orchestration.turns import DeviceTurns
+from slime_ppo.ppo_utils.kl_controller import AdaptiveKL, FixedKL
+from slime_ppo.ppo_utils.lr_schedule import learning_rate
+from slime_ppo.rewards.runner import RewardRunner
+from slime_ppo.rollout.generate import SampleBuilder, without_aborted
+from slime_ppo.tracking.base import RolloutRecord, Tracker
+from slime_ppo.tracking.clock import RunClock, phase_metrics
+from slime_ppo.tracking.rollout_metrics import batch_metrics, is_skipped, stage_metrics, step_records, training_metrics
+from slime_ppo.tracking.sample_records import heldout_records, training_records
+from slime_ppo.types.rollout_batch import RolloutBatch
+from slime_ppo.types.sample import Prompt, Sample, SamplingParams
+from slime_ppo.types.stats import Stats
+from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import WeightSync
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """What the loop is made of; `heldout` prompts are answered greedily for evaluation."""
+
+    actor: TrainGroup
+    critic: TrainGroup
+    turns: DeviceTurns
+    sync: WeightSync
+    samples: SampleBuilder
+    rewards: RewardRunner
+    prompts: DataSource
+    heldout: Sequence[Prompt]
+    tracker: Tracker
+    clock: RunClock
+
+
+class PpoTrainer:
+    """Runs `num_rollout` iterations. State of its own: weight versions, beta, and runs of skipped steps."""
+
+    def __init__(self, config: Config, parts: TrainerParts) -> None:
+        self.config = config
+        self.parts = parts
+        self.kl = _kl_controller(config)
+        self.version = 0
+        self.pushed_version = -1
+        self.skipped_in_a_row: dict[RoleName, int] = {"actor": 0, "critic": 0}
+
+    def run(self) -> None:
+        """All iterations, then the final weights."""
+        self.parts.sync.connect()
+        for rollout_id in range(self.config.run.num_rollout):
+            self.iterate(rollout_id)
+        if self.config.model.save_hf:
+            self.save_hf()
+
+    def iterate(self, rollout_id: int) -> None:
+        """One PPO iteration."""
+        parts, clock, ppo = self.parts, self.parts.clock, self.config.ppo
+        clock.start_rollout(rollout_id)
+        trains_actor = rollout_id >= ppo.num_critic_only_steps
+        self.push_weights()
+        metrics = self.evaluate(rollout_id) if self._evaluation_due(rollout_id) else {}
+        samples = self.collect(rollout_id)
+        batch = RolloutBatch.from_samples(rollout_id, samples)
+        plan = self._plan(batch)
+
+        parts.turns.take("actor")
+        with clock.phase("log-probs"):
+            handle, log_prob_stats = parts.actor.compute_log_probs(parts.actor.put(batch))
+        self._check_gap(log_prob_stats)
+
+        parts.turns.take("critic")
+        with clock.phase("values"):
+            handle, advantage_stats = parts.critic.compute_advantages(handle, self.kl.beta)
+        with clock.phase("critic train"):
+            critic_steps = parts.critic.train(handle, plan, self._learning_rates("critic", rollout_id, plan))
+
+        actor_steps: list[Stats] = []
+        if trains_actor:
+            parts.turns.take("actor")
+            with clock.phase("actor train"):
+                actor_steps = parts.actor.train(handle, plan, self._learning_rates("actor", rollout_id, plan))
+            self.version += 1
+        self._check_skipped(actor_steps, critic_steps)
+
+        if rollout_id == self.config.run.num_rollout - 1 and parts.heldout:
+            self.push_weights()
+            metrics |= self.evaluate(rollout_id)
+        metrics |= batch_metrics(batch) | stage_metrics(log_prob_stats, advantage_stats)
+        metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.kl.beta}
+        metrics["rollout/num_dropped"] = float(self.config.samples_per_rollout - len(samples) + plan.num_dropped)
+        if trains_actor:
+            self._update_kl(log_prob_stats)
+        self._report(rollout_id, metrics, (actor_steps, critic_steps), samples=samples, handle=handle)
+
+    def save_hf(self) -> None:
+        """The weights of both roles as Hugging Face folders."""
+        self.parts.turns.take("actor")
+        self.parts.actor.save_hf(f"{self.config.run.save}/hf")
+        self.parts.turns.take("critic")
+        self.parts.critic.save_hf(self.config.role("critic").save_folder)
+
+    def push_weights(self) -> None:
+        """The actor's weights into the engine; afterwards the engine alone is awake."""
+        parts = self.parts
+        if parts.turns.is_awake("rollout") and self.pushed_version == self.version:
+            return
+        with parts.turns.together("actor", "rollout"), parts.clock.phase("weight sync"):
+            self.pushed_version = parts.sync.push(self.version)
+
+    def collect(self, rollout_id: int) -> list[Sample]:
+        """The rollout's samples with their rewards; bad ones are an error or left out (--on-bad-sample)."""
+        rollout, clock = self.config.rollout, self.parts.clock
+        prompts = self.parts.prompts.next_prompts(rollout.rollout_batch_size)
+        with clock.phase("generate"):
+            answered = self.parts.samples.generate(
+                rollout_id,
+                prompts,
+                self._sampling(rollout.rollout_temperature, rollout.rollout_max_response_len),
+                n_samples_per_prompt=rollout.n_samples_per_prompt,
+                purpose="rollout",
+            )
+        trainable = without_aborted(answered, self.version)
+        with clock.phase("reward"):
+            outcome = self.parts.rewards.score(trainable)
+        if not outcome.samples:
+            raise RewardError(f"all {len(trainable)} samples of rollout {rollout_id} were dropped; the first: {next(iter(outcome.reasons.values()))}")
+        return list(outcome.samples)
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Mean reward of greedy answers to the held-out prompts; the answers go to the report."""
+        with self.parts.clock.phase("evaluate"):
+            answered = self.parts.samples.generate(
+                rollout_id,
+                self.parts.heldout,
+                self._sampling(0.0, self.config.eval_max_response_len),
+                n_samples_per_prompt=1,
+                purpose="eval",
+            )
+            scored = self.parts.rewards.score(answered).samples
+        tokenizer = self.parts.samples.tokenizer
+        logged = scored[: self.config.tracking.num_logged_samples]
+        self.parts.tracker.log_table(rollout_id, heldout_records(rollout_id, logged, tokenizer.token_strings))
+        if not scored:
+            return {}
+        return {
+            "eval/heldout_reward": sum(float(s.reward or 0.0) for s in scored) / len(scored),
+            "eval/heldout_response_len": sum(len(s.response_ids) for s in scored) / len(scored),
+        }
+
+    def _plan(self, batch: RolloutBatch) -> StepPlan:
+        return make_step_plan(
+            batch.rollout_id,
+            batch.trajectory_ids,
+            global_batch_size=self.config.batch.global_batch_size,
+            num_epochs=self.config.ppo.num_epochs_per_rollout,
+            seed=self.config.run.seed,
+            partial_step=self.config.batch.partial_step,
+        )
+
+    def _learning_rates(self, role: RoleName, rollout_id: int, plan: StepPlan) -> list[float]:
+        """The rate of each step, a function of (rollout, planned step); the actor's schedule starts after critic-only rollouts."""
+        settings = self.config.role(role)
+        trained_before = rollout_id - (self.config.ppo.num_critic_only_steps if role == "actor" else 0)
+        first = trained_before * self.config.steps_per_rollout
+        return [
+            learning_rate(
+                first + index,
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                warmup_iters=settings.lr_warmup_iters,
+                decay_iters=settings.lr_decay_iters,
+                decay_style=settings.lr_decay_style,
+            )
+            for index in range(len(plan.steps))
+        ]
+
+    def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
+        rollout, tokenizer = self.config.rollout, self.parts.samples.tokenizer
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.sampler_top_k,
+            stop_token_ids=tuple(tokenizer.eos_ids),
+        )
+
+    def _evaluation_due(self, rollout_id: int) -> bool:
+        interval = self.config.eval.eval_interval
+        return bool(self.parts.heldout) and interval > 0 and rollout_id % interval == 0
+
+    def _check_gap(self, stats: Stats) -> None:
+        """Stop when engine and trainer no longer agree on the tokens' log-probs (--max-logprob-gap)."""
+        limit = self.config.rollout.max_logprob_gap
+        gap = stats.maxima["logprob_gap_max"] if stats.maxima else 0.0
+        if 0 < limit < gap:
+            raise NumericsError(
+                f"engine and trainer differ by {gap:.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: the "
+                "engine generates with other weights, another temperature or another support than the trainer believes"
+            )
+
+    def _check_skipped(self, actor: Sequence[Stats], critic: Sequence[Stats]) -> None:
+        """Stop after too many optimizer steps in a row that changed nothing."""
+        steps: dict[RoleName, Sequence[Stats]] = {"actor": actor, "critic": critic}
+        limit = self.config.ppo.max_skipped_steps
+        for role, found in steps.items():
+            for step in found:
+                self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if is_skipped(step) else 0
+                if self.skipped_in_a_row[role] >= limit:
+                    raise NumericsError(
+                        f"{limit} optimizer steps of the {role} in a row were skipped (--max-skipped-steps): gradients that are "
+                        "not finite, or steps without trainable tokens. Look at grad_norm and num_tokens in metrics.jsonl"
+                    )
+
+    def _update_kl(self, log_probs: Stats) -> None:
+        """Let the controller see the rollout's KL; once per rollout that trains the actor."""
+        unit = "kl" if self.config.ppo.kl_target_unit == "token" else "kl_trajectory"
+        if unit in log_probs.sums and log_probs.counts[unit] > 0:
+            self.kl = self.kl.update(log_probs.sums[unit] / log_probs.counts[unit], int(log_probs.counts["kl_trajectory"]))
+
+    def _report(
+        self,
+        rollout_id: int,
+        metrics: dict[str, float],
+        steps: tuple[Sequence[Stats], Sequence[Stats]],
+        *,
+        samples: Sequence[Sample],
+        handle: BatchHandle,
+    ) -> None:
+        """Samples and metrics to the trackers."""
+        tracking, parts = self.config.tracking, self.parts
+        last = rollout_id == self.config.run.num_rollout - 1
+        if tracking.num_logged_samples and (last or rollout_id % tracking.log_sample_interval == 0):
+            shown = samples[: tracking.num_logged_samples]
+            batch = parts.actor.fetch(handle).select(range(len(shown)))
+            parts.tracker.log_table(rollout_id, training_records(shown, batch, parts.samples.tokenizer.token_strings))
+        phases = parts.clock.phases()
+        num_tokens = sum(len(s.prompt.token_ids) + len(s.response_ids) for s in samples)
+        records = step_records(rollout_id * self.config.steps_per_rollout, *steps, metrics=metrics)
+        metrics = metrics | phase_metrics(phases, num_tokens)
+        parts.tracker.log(RolloutRecord(rollout_id, metrics, records, phases))
+
+
+def _kl_controller(config: Config) -> FixedKL | AdaptiveKL:
+    ppo = config.ppo
+    if ppo.kl_controller == "fixed" or ppo.kl_target is None or ppo.kl_horizon is None:
+        return FixedKL(ppo.kl_coef)
+    return AdaptiveKL(ppo.kl_coef, target=ppo.kl_target, horizon=ppo.kl_horizon)

@@ -1,0 +1,120 @@
+"""What the contract tests need to know about an engine beyond its protocol: how weights reach it, how it draws.
+
+A new engine joins the contract tests with one more entry in `HARNESSES`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from slime_ppo.rollout.embedded.engine import EmbeddedEngine
+from slime_ppo.rollout.embedded.sampler import row_uniforms
+from slime_ppo.rollout.engine import RolloutEngine
+from slime_ppo.types.sample import GenerateRequest, SamplingParams
+from slime_ppo.weight_sync.bucket import pack_bucket, plan_buckets
+
+BUCKET_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class EngineHarness:
+    """`push(folder, version)` brings a folder's weights; `push_partly` begins that push and ends it before the last bucket
+    (raising WeightSyncError); `draw_margin(request, probs, position)` is the distance of the draw of response token
+    `position` from the nearest border between two tokens, `probs` float64 [V] being the full distribution there."""
+
+    engine: RolloutEngine
+    folder: Path
+    push: Callable[[Path, int], int]
+    push_partly: Callable[[Path, int], None]
+    draw_margin: Callable[[GenerateRequest, np.ndarray, int], float]
+
+
+def embedded_harness(folder: Path) -> EngineHarness:
+    engine = EmbeddedEngine(folder)
+    return EngineHarness(
+        engine=engine,
+        folder=folder,
+        push=lambda source, version: push_folder(engine, source, version),
+        push_partly=lambda source, version: push_folder_partly(engine, source, version),
+        draw_margin=inverse_cdf_margin,
+    )
+
+
+HARNESSES: Mapping[str, Callable[[Path], EngineHarness]] = {"embedded": embedded_harness}
+
+
+def push_folder(engine: EmbeddedEngine, source: Path, version: int) -> int:
+    """Push the weights of a HF folder as a trainer would, in several read-only buckets."""
+    tensors = folder_tensors(source)
+    manifest = engine.manifest()
+    engine.begin_update(manifest, version, bucket_bytes=BUCKET_BYTES)
+    for bucket in plan_buckets(manifest, BUCKET_BYTES):
+        flat = pack_bucket(bucket, tensors)
+        flat.setflags(write=False)
+        engine.load_bucket(bucket.index, flat)
+    return engine.end_update()
+
+
+def push_folder_partly(engine: EmbeddedEngine, source: Path, version: int) -> None:
+    manifest = engine.manifest()
+    engine.begin_update(manifest, version, bucket_bytes=BUCKET_BYTES)
+    for bucket in plan_buckets(manifest, BUCKET_BYTES)[:-1]:
+        engine.load_bucket(bucket.index, pack_bucket(bucket, folder_tensors(source)))
+    engine.end_update()
+
+
+def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in load_file(folder / "model.safetensors").items()}
+
+
+def inverse_cdf_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> float:
+    """The embedded engine takes the first token, in id order, whose cumulative probability passes the uniform."""
+    uniform = float(row_uniforms([request.seed], position + 1)[0, position])
+    return float(np.abs(np.cumsum(probs) - uniform).min())
+
+
+class ReferenceModel:
+    """An independent forward pass: one unpadded sequence at a time, no cache, float64 softmax."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+    def log_probs(self, prompt_ids: np.ndarray, response_ids: np.ndarray, *, temperature: float) -> np.ndarray:
+        """Full-vocabulary log-probs at each response token, float64 [R, V]: response token i is predicted at P + i - 1."""
+        ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = self._model(ids[None]).logits[0, len(prompt_ids) - 1 : -1]
+        return (logits.double() / temperature).log_softmax(-1).numpy()
+
+
+def joint_support(probs: np.ndarray, *, top_k: int, top_p: float) -> list[int]:
+    """Token ids by the plain rule: rank < top_k and (cumulative - own) <= top_p on the full distribution, float64 [V]."""
+    kept: list[int] = []
+    before = 0.0
+    for rank, token in enumerate(np.argsort(-probs, kind="stable")):
+        if (top_k == 0 or rank < top_k) and before <= top_p:
+            kept.append(int(token))
+        before += probs[token]
+    return kept
+
+
+def make_requests(
+    num_samples: int,
+    sampling: SamplingParams,
+    *,
+    vocab_size: int = 100,
+    seed: int = 0,
+    first_sample_id: int = 10,
+) -> list[GenerateRequest]:
+    """Random prompts of 1 to 9 tokens, different seeds, sample ids that are not positions."""
+    rng = np.random.default_rng(seed)
+    lens = [1 + index * 4 % 9 for index in range(num_samples)]
+    return [
+        GenerateRequest(first_sample_id + 3 * index, rng.integers(4, vocab_size, length).astype(np.int32), 1000 + index, sampling)
+        for index, length in enumerate(lens)
+    ]

@@ -1,0 +1,67 @@
+"""Reward functions for the tests of the runner; worker processes import them by dotted path."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime_ppo.rewards.base import RewardInput, RewardResult
+
+not_callable = 3.0
+
+
+def by_metadata(inputs: Sequence[RewardInput]) -> object:
+    """The length of the response, unless the prompt's metadata asks for something worse."""
+    wishes = [str(item.metadata["wish"]) for item in inputs]
+    if "raise" in wishes:
+        raise ValueError("cannot judge this")
+    if "exit" in wishes:
+        raise SystemExit(3)
+    if "die" in wishes:
+        os._exit(7)
+    if "sleep" in wishes:
+        time.sleep(3600)
+    if "return None" in wishes:
+        return None
+    if "return too few" in wishes:
+        return [1.0] * (len(inputs) - 1)
+    if "return a number" in wishes:
+        return 1.0
+    bad: dict[str, object] = {"None": None, "NaN": float("nan"), "inf": float("inf"), "text": "good", "huge": 1e300}
+    return [bad[wish] if wish in bad else float(len(item.response)) for wish, item in zip(wishes, inputs, strict=True)]
+
+
+def all_fields(inputs: Sequence[RewardInput]) -> list[float]:
+    """1 for each input whose every field came through, else 0."""
+    expected = [("prompt 0", "xx", "label 0", {"wish": "-"}, "stop")]
+    return [float((item.prompt, item.response, item.label, item.metadata, item.finish.value) in expected) for item in inputs]
+
+
+async def asynchronous(inputs: Sequence[RewardInput]) -> list[RewardResult]:
+    return [RewardResult(reward=0.5) for _ in inputs]
+
+
+def array(inputs: Sequence[RewardInput]) -> np.ndarray:
+    return np.arange(len(inputs), dtype=np.float32)
+
+
+def only_alone(inputs: Sequence[RewardInput]) -> list[bool]:
+    if len(inputs) > 1:
+        raise RuntimeError("one at a time please")
+    return [True]
+
+
+def noisy(inputs: Sequence[RewardInput]) -> list[float]:
+    sys.stdout.write("a word from the worker\n")
+    sys.stdout.flush()
+    return [0.0] * len(inputs)
+
+
+class CannotBuild:
+    def __init__(self) -> None:
+        raise OSError("no lexicon here")
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
+        return []

@@ -1,0 +1,189 @@
+"""Every combination that is refused, with the parts its message must have."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slime_ppo.config.checks import check_config, check_engine_support, check_model_shape, config_warnings
+from slime_ppo.config.fields import Value
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.roles import RoleName
+from slime_ppo.errors import ConfigError
+from tests.helpers.configs import make_config, write_model_folder
+
+KL_LOSS: dict[str, Value] = {"ppo__use_kl_loss": True, "ppo__kl_loss_coef": 0.1}
+ADAPTIVE: dict[str, Value] = {"ppo__kl_controller": "adaptive", "ppo__kl_target": 6.0, "ppo__kl_horizon": 1000, "ppo__kl_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"run__num_rollout": 0}, ("config: run.num_rollout is 0, expected a whole number >= 1",)),
+        ({"reward__rm_type": None}, ("no reward", "--custom-rm-path package.module.function")),
+        ({"rollout__rollout_top_k": 1}, ("--rollout-top-k 1", "support of one token", "gradient is exactly 0")),
+        ({"parallel__pipeline_model_parallel_size": 2}, ("--pipeline-model-parallel-size 2", "not in this version", "Use 1")),
+        ({"parallel__context_parallel_size": 2}, ("--context-parallel-size 2", "not in this version")),
+        ({"parallel__expert_model_parallel_size": 2}, ("--expert-model-parallel-size 2", "not in this version")),
+        (
+            {"parallel__actor_num_gpus_per_node": 3, "parallel__tensor_model_parallel_size": 2},
+            ("the actor has 3 ranks", "--tensor-model-parallel-size 2 does not divide", "Use 1 or 3, or 4 ranks"),
+        ),
+        (
+            {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2, "critic__num_gpus_per_node": 1},
+            ("the critic has 1 ranks", "--critic-tensor-model-parallel-size 2 does not divide", "Use 1, or 2 ranks"),
+        ),
+        (
+            {
+                "parallel__actor_num_gpus_per_node": 2,
+                "parallel__tensor_model_parallel_size": 2,
+                "parallel__sequence_parallel": False,
+            },
+            ("--no-sequence-parallel", "tensor-parallel size 2", "not in this version"),
+        ),
+        ({"parallel__sequence_parallel": True}, ("--sequence-parallel", "nothing to split")),
+        (
+            {"batch__global_batch_size": 100},
+            ("--global-batch-size 100", "does not divide the 128 samples", "Use --global-batch-size 64 or 128"),
+        ),
+        ({"batch__global_batch_size": 256}, ("does not divide the 128 samples", "Use --global-batch-size 128")),
+        (
+            {"batch__global_batch_size": 1, "parallel__actor_num_gpus_per_node": 2},
+            ("--global-batch-size 1 is not a multiple of the 2 data-parallel ranks of the actor", "Use --global-batch-size 2"),
+        ),
+        (
+            {"batch__global_batch_size": 2, "critic__num_gpus_per_node": 4},
+            ("multiple of the 4 data-parallel ranks of the critic", "Use --global-batch-size 4"),
+        ),
+        (
+            {"rollout__rollout_batch_size": 3, "batch__global_batch_size": 3, "parallel__actor_num_gpus_per_node": 2},
+            ("multiple of the 2 data-parallel ranks", "Make the rollout a multiple of 2 samples"),
+        ),
+        ({"batch__use_dynamic_batch_size": True}, ("--use-dynamic-batch-size needs --max-tokens-per-gpu", "1040")),
+        ({"batch__max_tokens_per_gpu": 4096}, ("--max-tokens-per-gpu 4096 is used only with --use-dynamic-batch-size",)),
+        ({"ppo__loss_reduction": "seq-mean-token-sum-norm"}, ("needs --loss-length-norm",)),
+        ({"ppo__loss_length_norm": 5.0}, ("--loss-length-norm 5.0 is used only with --loss-reduction seq-mean-token-sum-norm",)),
+        ({"ppo__kl_early_stop": 0.1}, ("--kl-early-stop 0.1 with one optimizer step per rollout",)),
+        ({"ppo__kl_loss_coef": 0.1}, ("--kl-loss-coef 0.1 is used only with --use-kl-loss",)),
+        ({"ppo__use_kl_loss": True}, ("--use-kl-loss with --kl-loss-coef 0 adds nothing",)),
+        ({**KL_LOSS, "ppo__kl_loss_type": "k1"}, ("--kl-loss-type k1", "gradient of exactly zero", "Use k2")),
+        ({**KL_LOSS, "ppo__kl_coef": 0.1}, ("--kl-coef 0.1", "--use-kl-loss", "--allow-double-kl")),
+        ({"ppo__kl_target": 6.0}, ("--kl-target 6.0 is used only with --kl-controller adaptive",)),
+        ({"ppo__kl_horizon": 10}, ("--kl-horizon 10 is used only with --kl-controller adaptive",)),
+        ({**ADAPTIVE, "ppo__kl_target": None}, ("needs --kl-target and --kl-horizon", "found --kl-target null")),
+        ({**ADAPTIVE, "ppo__kl_horizon": None}, ("needs --kl-target and --kl-horizon", "--kl-horizon null")),
+        ({**ADAPTIVE, "ppo__kl_coef": 0.0}, ("must start above 0", "--kl-coef 0.0")),
+        ({**ADAPTIVE, **KL_LOSS, "ppo__allow_double_kl": True}, ("--kl-controller adaptive", "refused with --use-kl-loss")),
+        ({"ppo__num_critic_only_steps": 26}, ("--num-critic-only-steps 26 is more than the run's --num-rollout 25",)),
+        ({"optimizer__min_lr": 1e-3}, ("--min-lr 0.001 is above the actor's peak learning rate 1e-06 (--lr)",)),
+        ({"optimizer__min_lr": 1e-7, "critic__lr": 1e-8}, ("above the critic's peak learning rate 1e-08 (--critic-lr)",)),
+        (
+            {"optimizer__lr_decay_style": "cosine", "optimizer__lr_warmup_iters": 25},
+            ("the actor's warm-up of 25 steps leaves nothing of the 25 steps", "--lr-decay-style cosine"),
+        ),
+        (
+            {"optimizer__lr_decay_style": "linear", "critic__lr_warmup_iters": 30},
+            ("the critic's warm-up of 30 steps", "Lower --critic-lr-warmup-iters"),
+        ),
+        ({"eval__eval_interval": 5}, ("--eval-interval 5 needs --eval-prompt-data",)),
+    ],
+)
+def test_check_config_refuses_with_reason_and_fix(values: dict[str, Value], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(make_config(**values))
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"reward__rm_type": None, "reward__custom_rm_path": "package.module.function"},
+        {"rollout__rollout_top_k": -1},
+        {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2},
+        {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
+        {"parallel__actor_num_gpus_per_node": 2, "critic__num_gpus_per_node": 1},
+        {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 10},
+        {"ppo__loss_reduction": "seq-mean-token-sum-norm", "ppo__loss_length_norm": 16.0},
+        {"ppo__kl_early_stop": 0.1, "ppo__num_epochs_per_rollout": 2},
+        {**KL_LOSS, "ppo__kl_coef": 0.1, "ppo__allow_double_kl": True},
+        {**KL_LOSS, "ppo__kl_loss_type": "low_var_kl"},
+        ADAPTIVE,
+        {"ppo__num_critic_only_steps": 25, "optimizer__lr_decay_style": "cosine"},
+        {"optimizer__lr_decay_style": "cosine", "optimizer__lr_warmup_iters": 24},
+        {"optimizer__lr_warmup_iters": 100},
+        {"eval__eval_interval": 5, "eval__eval_prompt_data": "held_out.jsonl"},
+    ],
+)
+def test_check_config_accepts_what_can_run(values: dict[str, Value]) -> None:
+    check_config(make_config(**values))
+
+
+def test_check_config_with_origins_cites_where_a_number_came_from() -> None:
+    config = make_config(batch__global_batch_size=100)
+    origins = dict.fromkeys(config.values(), "default") | {"batch.global_batch_size": "a.yaml:3"}
+    with pytest.raises(ConfigError, match=r"--global-batch-size 100 \(a.yaml:3\)"):
+        check_config(config, origins=origins)
+
+
+@pytest.mark.parametrize("values", [{"rollout__rollout_top_p": 0.9}, {"rollout__rollout_top_k": 8}])
+def test_check_engine_support_with_a_restricted_sampler_needs_the_support(values: dict[str, Value]) -> None:
+    config = make_config(**values)
+    check_engine_support(config, returns_support=True)
+    with pytest.raises(ConfigError, match="does not return the support of each token"):
+        check_engine_support(config, returns_support=False)
+
+
+def test_check_engine_support_with_the_whole_vocabulary_needs_none() -> None:
+    check_engine_support(make_config(), returns_support=False)
+
+
+def _shape(folder: Path) -> ModelShape:
+    return ModelShape.from_hf_folder(write_model_folder(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_attention_heads": 6}, ("does not divide the 6 attention heads of model", "Use 1 or 2")),
+        ({"num_query_groups": 2}, ("does not divide the 2 key-value heads", "Use 1 or 2")),
+        ({"ffn_hidden_size": 341}, ("does not divide the 341 FFN columns", "Use 1")),
+    ],
+)
+@pytest.mark.parametrize(("role", "flag"), [("actor", "--tensor-model"), ("critic", "--critic-tensor-model")])
+def test_check_model_shape_refuses_tp_that_does_not_divide(
+    tmp_path: Path, changes: dict[str, int], parts: tuple[str, ...], role: RoleName, flag: str
+) -> None:
+    shape = replace(_shape(tmp_path), num_attention_heads=8, num_query_groups=4)
+    config = make_config(
+        parallel__actor_num_gpus_per_node=4, parallel__tensor_model_parallel_size=4, data__rollout_max_prompt_len=32
+    )
+    check_model_shape(config, shape, role)
+    with pytest.raises(ConfigError) as caught:
+        check_model_shape(config, replace(shape, **changes), role)
+    assert str(caught.value).startswith(f"{flag}-parallel-size 4 of the {role}")
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_check_model_shape_refuses_samples_beyond_the_positions(tmp_path: Path) -> None:
+    shape = _shape(tmp_path)
+    check_model_shape(make_config(data__rollout_max_prompt_len=112), shape)
+    with pytest.raises(
+        ConfigError, match=r"prompt-len 113 \+ --rollout-max-response-len 16 = 129 tokens, .* 128 positions.* by 1 or"
+    ):
+        check_model_shape(make_config(data__rollout_max_prompt_len=113), shape)
+
+
+def test_check_model_shape_counts_held_out_responses_only_when_evaluating(tmp_path: Path) -> None:
+    shape = _shape(tmp_path)
+    values: dict[str, Value] = {"data__rollout_max_prompt_len": 100, "eval__eval_max_response_len": 29}
+    check_model_shape(make_config(**values), shape)
+    with pytest.raises(ConfigError, match="--eval-max-response-len 29 = 129"):
+        check_model_shape(make_config(**values, eval__eval_interval=1), shape)
+
+
+def test_config_warnings_name_a_reward_kl_that_is_for_comparison() -> None:
+    assert config_warnings(make_config(ppo__kl_coef=0.1)) == ()
+    [warning] = config_warnings(make_config(ppo__kl_coef=0.1, ppo__kl_reward_type="k3"))
+    assert "--kl-reward-type k3" in warning and "comparison only" in warning
+    assert config_warnings(make_config(ppo__kl_reward_type="k3")) == ()

@@ -1,0 +1,43 @@
+"""The text of --dry-run."""
+
+from pathlib import Path
+
+from slime_ppo.config.dry_run import bundle_tenants, dry_run_report
+from slime_ppo.config.model_shape import ModelShape
+from tests.helpers.configs import make_config, write_model_folder
+
+
+def test_bundle_tenants_of_uneven_roles_share_bundles_rank_by_rank() -> None:
+    config = make_config(parallel__actor_num_gpus_per_node=2, critic__num_gpus_per_node=1)
+    assert bundle_tenants(config) == [("actor rank 0", "critic rank 0", "rollout engine"), ("actor rank 1",)]
+    config = make_config(critic__num_gpus_per_node=2)
+    assert bundle_tenants(config) == [("actor rank 0", "critic rank 0", "rollout engine"), ("critic rank 1",)]
+
+
+def test_dry_run_report_has_plan_placement_memory_and_warnings(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
+    config = make_config(
+        parallel__actor_num_gpus_per_node=2,
+        parallel__tensor_model_parallel_size=2,
+        critic__num_gpus_per_node=1,
+        critic__tensor_model_parallel_size=1,
+        cluster__device="cuda",
+        ppo__kl_coef=0.1,
+        ppo__kl_reward_type="k2",
+    )
+    lines = [" ".join(line.split()) for line in dry_run_report(config, shape).splitlines()]
+    assert [line for line in lines if line in ("Batch plan", "Placement", "Warnings")] == ["Batch plan", "Placement", "Warnings"]
+    assert "rollout_batch_size 128 prompts per rollout" in lines
+    assert "actor: 2 ranks = TP 2 x DP 1" in lines
+    assert "critic: 1 rank = TP 1 x DP 1" in lines
+    assert "bundle 0 (1 CPU + 1 GPU): actor rank 0, critic rank 0, rollout engine" in lines
+    assert any(line.startswith("actor 1.7 MiB 1.7 MiB 3.3 MiB") for line in lines)
+    assert any(line.startswith("critic 3.3 MiB 3.3 MiB 6.6 MiB") for line in lines)
+    assert any(line.startswith("--kl-reward-type k2") for line in lines)
+
+
+def test_dry_run_report_with_another_critic_uses_its_shape(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path / "a"))
+    small = ModelShape.from_hf_folder(write_model_folder(tmp_path / "b", num_hidden_layers=1))
+    [critic] = [line for line in dry_run_report(make_config(), shape, critic_shape=small).splitlines() if " critic  " in line]
+    assert critic.split()[1:3] == ["1.2", "MiB"]

@@ -1,0 +1,77 @@
+"""The memory estimate against hand-made sums and the parameter count of a real model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slime_ppo.config.memory_plan import engine_memory, micro_batch_tokens, num_params, padded_vocab_size, role_memory
+from slime_ppo.config.model_shape import ModelShape
+from tests.helpers.configs import make_config, write_model_folder
+
+# the quickstart model's published count is 852,608 with an FFN of 341; padding it to 352 adds 4 layers x 3 matrices x 128 x 11
+GLASS_PARAMS = 852_608 + 4 * 3 * 128 * 11
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> ModelShape:
+    return ModelShape.from_hf_folder(write_model_folder(tmp_path))
+
+
+def test_num_params_of_the_quickstart_model_is_its_count(shape: ModelShape) -> None:
+    assert num_params(shape, tp_size=1, divisible_by=128, value_head=False) == GLASS_PARAMS
+
+
+def test_num_params_untied_adds_a_head_and_a_critic_has_a_vector_instead(shape: ModelShape) -> None:
+    untied = replace(shape, tie_word_embeddings=False)
+    assert num_params(untied, tp_size=1, divisible_by=128, value_head=False) == GLASS_PARAMS + 1024 * 128
+    assert num_params(untied, tp_size=1, divisible_by=128, value_head=True) == GLASS_PARAMS + 129
+
+
+def test_num_params_under_tensor_parallelism_splits_all_but_the_norms(shape: ModelShape) -> None:
+    norms = 9 * 128
+    assert num_params(shape, tp_size=2, divisible_by=128, value_head=False) == (GLASS_PARAMS - norms) // 2 + norms
+
+
+def test_padded_vocab_size_is_a_multiple_of_both(shape: ModelShape) -> None:
+    assert padded_vocab_size(replace(shape, vocab_size=1025), tp_size=2, divisible_by=128) == 1280
+    assert padded_vocab_size(shape, tp_size=2, divisible_by=128) == 1024
+
+
+def test_micro_batch_tokens_are_limited_by_samples_of_the_rank_or_by_tokens() -> None:
+    lengths = {"data__rollout_max_prompt_len": 32, "rollout__rollout_max_response_len": 16}
+    assert micro_batch_tokens(make_config(**lengths, batch__micro_batch_size=8), "actor") == (8 * 48, 8 * 16)
+    two_ranks = {"parallel__actor_num_gpus_per_node": 2, "batch__micro_batch_size": 128}
+    assert micro_batch_tokens(make_config(**lengths, **two_ranks), "actor") == (64 * 48, 64 * 16)
+    dynamic = {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 100}
+    assert micro_batch_tokens(make_config(**lengths, **dynamic), "critic") == (2 * 48, 2 * 16)
+    assert micro_batch_tokens(make_config(**lengths, **(dynamic | {"batch__max_tokens_per_gpu": 10})), "critic") == (48, 16)
+
+
+def test_role_memory_of_one_float32_rank_is_the_sum_by_hand(shape: ModelShape) -> None:
+    config = make_config(data__rollout_max_prompt_len=32, batch__micro_batch_size=1)
+    one = role_memory(config, shape, "actor")
+    assert (one.params, one.grads, one.optimizer) == (4 * GLASS_PARAMS, 4 * GLASS_PARAMS, 8 * GLASS_PARAMS)
+    assert one.activations == 4 * 48 * 4 * (6 * 128 + 2 * 128 + 2 * 64 + 4 * 352)
+    assert one.logits == 2 * 4 * 16 * 1024
+    # reference beside the sleeping actor's weights and moments
+    assert one.host == 4 * GLASS_PARAMS + 4 * GLASS_PARAMS + 8 * GLASS_PARAMS
+    assert one.total == one.params + one.grads + one.optimizer + one.activations + one.logits
+
+
+def test_role_memory_of_bfloat16_ranks_splits_main_params_and_moments_over_data_parallel_ranks(shape: ModelShape) -> None:
+    config = make_config(model__dtype="bfloat16", parallel__actor_num_gpus_per_node=2, cluster__offload=False)
+    one = role_memory(config, shape, "actor")
+    assert (one.params, one.grads, one.optimizer) == (2 * GLASS_PARAMS, 4 * GLASS_PARAMS, 12 * GLASS_PARAMS // 2)
+    assert one.host == 2 * GLASS_PARAMS
+
+
+def test_role_memory_of_the_critic_has_neither_logits_nor_reference(shape: ModelShape) -> None:
+    one = role_memory(make_config(cluster__offload=False), shape, "critic")
+    assert (one.logits, one.host) == (0, 0)
+    assert one.params == 4 * (GLASS_PARAMS + 129)
+
+
+def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelShape) -> None:
+    # keys and values, 4 layers, 2 heads of 32, float32, 128 samples of 48 tokens
+    assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)

@@ -1,0 +1,92 @@
+"""Model shapes from config.json: both spellings of RoPE, defaults of transformers, and broken folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.errors import CheckpointError
+from tests.helpers.configs import write_model_folder
+
+
+def test_from_hf_folder_reads_the_quickstart_shape(tmp_path: Path) -> None:
+    assert ModelShape.from_hf_folder(write_model_folder(tmp_path)) == ModelShape(
+        model_type="llama",
+        num_layers=4,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=32,
+        ffn_hidden_size=352,
+        vocab_size=1024,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        eos_token_ids=(3,),
+    )
+
+
+def test_from_hf_folder_of_transformers_4_reads_rope_theta_and_defaults(tmp_path: Path) -> None:
+    folder = write_model_folder(
+        tmp_path,
+        rope_parameters=None,
+        rope_theta=5e5,
+        num_key_value_heads=None,
+        head_dim=None,
+        tie_word_embeddings=None,
+        eos_token_id=None,
+    )
+    shape = ModelShape.from_hf_folder(folder)
+    assert (shape.rope_theta, shape.num_query_groups, shape.head_dim) == (5e5, 4, 32)
+    assert (shape.tie_word_embeddings, shape.eos_token_ids) == (False, ())
+
+
+def test_from_hf_folder_prefers_the_end_tokens_of_generation_config(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}), encoding="utf-8")
+    assert ModelShape.from_hf_folder(folder).eos_token_ids == (7, 8)
+    (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+    assert ModelShape.from_hf_folder(folder).eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"hidden_size": "128"}, "hidden_size is '128', expected a whole number above 0"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected a whole number above 0"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
+        ({"model_type": 3}, "model_type is 3, expected a string"),
+        ({"model_type": "qwen9"}, "model_type 'qwen9' is not in this version; known: llama"),
+        ({"attention_bias": True}, "attention_bias true is not in this version"),
+        ({"mlp_bias": True}, "mlp_bias true is not in this version"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not in this version, expected 'silu'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "RoPE of type 'llama3' is not in this version"),
+        ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "RoPE of type 'linear'"),
+        ({"rope_parameters": None}, "has no 'rope_theta'"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], expected an object"),
+        ({"eos_token_id": ["x"]}, "eos_token_id is ['x'], expected a token id"),
+    ],
+)
+def test_from_hf_folder_with_a_bad_key_names_file_and_key(tmp_path: Path, changes: dict[str, object], part: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelShape.from_hf_folder(write_model_folder(tmp_path, **changes))
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: {part}")
+
+
+def test_from_hf_folder_that_is_missing_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        ModelShape.from_hf_folder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config.json: no such file; expected a complete Hugging Face folder"):
+        ModelShape.from_hf_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "part"), [("{", "cannot be read as JSON"), ("[1]", "holds a list, expected a JSON object")])
+def test_from_hf_folder_with_a_broken_file_says_what_it_holds(tmp_path: Path, content: str, part: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        ModelShape.from_hf_folder(tmp_path)
+    assert part in str(caught.value)

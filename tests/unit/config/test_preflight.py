@@ -1,0 +1,122 @@
+"""Checks on files: folders, prompt files, roles apart, a free and writable run folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_ppo.config.fields import Value
+from slime_ppo.config.preflight import check_files, preflight
+from slime_ppo.config.root import Config
+from slime_ppo.errors import ConfigError
+from tests.helpers.configs import make_config, write_model_folder
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Configs whose files are all there, but for what the test changes."""
+    folder = write_model_folder(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The door was"}\n', encoding="utf-8")
+    good: dict[str, Value] = {
+        "model__hf_checkpoint": str(folder),
+        "data__prompt_data": str(prompts),
+        "data__rollout_max_prompt_len": 32,
+        "run__save": str(tmp_path / "deep" / "run"),
+    }
+    return lambda **values: make_config(**(good | values))
+
+
+def _refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        preflight(config)
+    return str(caught.value)
+
+
+def test_preflight_of_a_good_config_gives_shapes_and_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    shapes = preflight(make())
+    assert (shapes.actor.num_layers, shapes.critic) == (4, shapes.actor)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_preflight_with_a_missing_model_folder_names_flag_and_path(make: Make, tmp_path: Path) -> None:
+    assert _refusal(make(model__hf_checkpoint="nowhere")).startswith("--hf-checkpoint nowhere: no such folder")
+    assert _refusal(make(model__ref_load="nowhere")).startswith("--ref-load nowhere: no such folder")
+    assert _refusal(make(critic__load="nowhere")).startswith("--critic-load nowhere: no such folder")
+    assert ": is a file, expected a local Hugging Face folder" in _refusal(make(critic__load=str(tmp_path / "prompts.jsonl")))
+
+
+def test_preflight_with_a_wrong_model_folder_says_what_it_holds(make: Make, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    assert "has no config.json" in _refusal(make(model__ref_load=str(other)))
+    assert "found an empty folder" in _refusal(make(model__ref_load=str(other)))
+    (other / "config.json").write_text("{}", encoding="utf-8")
+    assert "has no .safetensors file, expected the model's weights; found config.json" in _refusal(make(model__ref_load=str(other)))
+    (other / "model.safetensors").touch()
+    assert "config.json: has no 'model_type'" in _refusal(make(model__ref_load=str(other)))
+
+
+def test_preflight_with_a_reference_of_another_shape_names_both_numbers(make: Make, tmp_path: Path) -> None:
+    other = write_model_folder(tmp_path / "other", num_hidden_layers=2, eos_token_id=9)
+    assert "has num_layers 2, but the actor" in _refusal(make(model__ref_load=str(other)))
+    preflight(make(model__ref_load=str(write_model_folder(tmp_path / "same", eos_token_id=9))))
+
+
+def test_preflight_with_a_critic_of_another_depth_passes_but_not_of_another_vocabulary(make: Make, tmp_path: Path) -> None:
+    assert preflight(make(critic__load=str(write_model_folder(tmp_path / "small", num_hidden_layers=2)))).critic.num_layers == 2
+    assert "has vocab_size 99, but the actor" in _refusal(
+        make(critic__load=str(write_model_folder(tmp_path / "odd", vocab_size=99)))
+    )
+
+
+def test_preflight_checks_each_role_against_its_own_shape(make: Make, tmp_path: Path) -> None:
+    odd = write_model_folder(tmp_path / "odd", intermediate_size=341)
+    values: dict[str, Value] = {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2}
+    preflight(make(**values))
+    assert "2 of the critic does not divide the 341 FFN columns" in _refusal(make(**values, critic__load=str(odd)))
+
+
+def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_path: Path) -> None:
+    assert _refusal(make(data__prompt_data="nowhere.jsonl")).startswith("--prompt-data nowhere.jsonl: no such file")
+    assert "is a folder, expected a JSON Lines file" in _refusal(make(data__prompt_data=str(tmp_path)))
+    evaluating: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": "nowhere.jsonl"}
+    assert _refusal(make(**evaluating)).startswith("--eval-prompt-data nowhere.jsonl: no such file")
+    check_files(make(**(evaluating | {"eval__eval_interval": 0})))
+
+
+@pytest.mark.parametrize("folder", ["run", "run/", "run/hf", "run/actor", "run/actor/deeper", "link"])
+def test_check_files_with_two_roles_in_one_folder_is_refused(make: Make, tmp_path: Path, folder: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    message = _refusal(make(run__save=str(tmp_path / "run"), critic__save=f"{tmp_path}/{folder}"))
+    assert message.startswith(f"--critic-save {tmp_path}/{folder} is {tmp_path}/run")
+    assert "Give the critic a folder of its own" in message
+
+
+def test_check_files_that_would_overwrite_the_model_is_refused(make: Make, tmp_path: Path) -> None:
+    model = str(tmp_path / "model")
+    assert f"--save is {model}, which --hf-checkpoint reads" in _refusal(make(run__save=model))
+    assert f"--critic-save is {model}, which --hf-checkpoint reads" in _refusal(make(critic__save=model))
+
+
+def test_check_files_with_a_used_run_folder_needs_overwrite(make: Make, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    check_files(make(run__save=str(run)))
+    (run / "metrics.jsonl").touch()
+    assert "already holds a run (metrics.jsonl)" in _refusal(make(run__save=str(run)))
+    check_files(make(run__save=str(run), run__overwrite=True))
+
+
+def test_check_files_with_a_save_folder_that_cannot_be_written_says_why(make: Make, tmp_path: Path) -> None:
+    inside_a_file = str(tmp_path / "prompts.jsonl" / "run")
+    assert f"--save {inside_a_file}: cannot write in {tmp_path}/prompts.jsonl (Not a directory)" in _refusal(
+        make(run__save=inside_a_file)
+    )
+    # the kernel's folder refuses new files, also to root
+    assert _refusal(make(run__save="/proc/slime_run")).startswith("--save /proc/slime_run: cannot write in /proc (")
+    assert _refusal(make(critic__save="/proc/slime_critic")).startswith("--critic-save /proc/slime_critic: cannot write")

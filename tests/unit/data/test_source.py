@@ -1,0 +1,192 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_ppo.data.source import DataSource, JsonlDataSource
+from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
+from slime_ppo.errors import DataError
+from tests.helpers.tiny_llama import make_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return load_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Seven prompts "p0" ... "p6"."""
+    return write(tmp_path, [json.dumps({"prompt": f"p{index}"}) for index in range(7)])
+
+
+def write(folder: Path, lines: list[str]) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def source(file: Path, tokenizer: TextTokenizer, **changes: Any) -> JsonlDataSource:
+    options: dict[str, Any] = {
+        "input_key": "prompt",
+        "label_key": None,
+        "max_prompt_len": 100,
+        "overlong_prompt": "error",
+        "shuffle": True,
+        "seed": 0,
+    }
+    return JsonlDataSource(file, tokenizer, **(options | changes))
+
+
+def texts(data: DataSource, n: int) -> list[str]:
+    return [prompt.text for prompt in data.next_prompts(n)]
+
+
+def test_prompt_fields_come_from_the_line(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"q": "one", "a": "1", "level": 3, "tags": ["x"]}', '{"a": "2", "q": "two\u2028lines"}'])
+    first, second = source(file, tokenizer, input_key="q", label_key="a", shuffle=False).next_prompts(2)
+    assert (first.index, first.text, first.label, first.metadata) == (0, "one", "1", {"level": 3, "tags": ["x"]})
+    assert first.token_ids.tolist() == tokenizer.encode("one").tolist()
+    assert (second.index, second.text, second.label, second.metadata) == (1, "two\u2028lines", "2", {})
+
+
+def test_label_key_unset_leaves_the_label_in_metadata(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"prompt": "one", "label": 7}'])
+    (prompt,) = source(file, tokenizer).next_prompts(1)
+    assert (prompt.label, prompt.metadata) == (None, {"label": 7})
+
+
+def test_last_line_without_newline_and_carriage_returns_are_read(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\r\n{"prompt": "b"}')
+    assert texts(source(file, tokenizer, shuffle=False), 2) == ["a", "b"]
+
+
+def test_next_prompts_unshuffled_runs_over_epoch_ends(file: Path, tokenizer: TextTokenizer) -> None:
+    data = source(file, tokenizer, shuffle=False)
+    assert len(data) == 7
+    assert texts(data, 3) + texts(data, 3) + texts(data, 10) == [f"p{index % 7}" for index in range(16)]
+
+
+def test_next_prompts_shuffled_visits_each_once_per_epoch(file: Path, tokenizer: TextTokenizer) -> None:
+    drawn = texts(source(file, tokenizer), 21)
+    epochs = [drawn[:7], drawn[7:14], drawn[14:]]
+    assert all(sorted(epoch) == [f"p{index}" for index in range(7)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_order_depends_on_the_seed_alone(file: Path, tokenizer: TextTokenizer) -> None:
+    assert texts(source(file, tokenizer, seed=4), 14) == texts(source(file, tokenizer, seed=4), 14)
+    assert texts(source(file, tokenizer, seed=4), 14) != texts(source(file, tokenizer, seed=5), 14)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_state_resumes_at_every_row(file: Path, tokenizer: TextTokenizer, shuffle: bool) -> None:
+    whole = texts(source(file, tokenizer, shuffle=shuffle), 30)
+    for drawn in range(16):
+        first = source(file, tokenizer, shuffle=shuffle)
+        first.next_prompts(drawn)
+        state = json.loads(json.dumps(first.state_dict()))
+        resumed = source(file, tokenizer, shuffle=shuffle)
+        resumed.next_prompts(5)
+        resumed.load_state_dict(state)
+        assert texts(resumed, 14) == whole[drawn : drawn + 14]
+
+
+def test_state_of_a_changed_file_is_refused(file: Path, tokenizer: TextTokenizer) -> None:
+    state = source(file, tokenizer).state_dict()
+    file.write_text(file.read_text(encoding="utf-8").replace("p3", "px"), encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"does not fit .*prompts.jsonl \(--prompt-data\): fingerprint was .* and is .* now. Resume"
+    ):
+        source(file, tokenizer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}])
+def test_state_of_another_order_is_refused(file: Path, tokenizer: TextTokenizer, change: dict[str, object]) -> None:
+    with pytest.raises(DataError, match=f"{next(iter(change))} was .* when it was saved"):
+        source(file, tokenizer, **change).load_state_dict(source(file, tokenizer).state_dict())
+
+
+def test_state_of_another_limit_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"prompt": "ab"}', '{"prompt": "abc"}'])
+    state = source(file, tokenizer).state_dict()
+    with pytest.raises(DataError, match="num_prompts was 2 when it was saved and is 1 now"):
+        source(file, tokenizer, max_prompt_len=2, overlong_prompt="drop").load_state_dict(state)
+
+
+def test_state_with_other_keys_is_refused(file: Path, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(DataError, match=r"has the keys \['epoch'\], expected"):
+        source(file, tokenizer).load_state_dict({"epoch": 1})
+
+
+@pytest.mark.parametrize("place", [{"epoch": -1}, {"position": 8}, {"position": "3"}])
+def test_state_with_impossible_place_is_refused(file: Path, tokenizer: TextTokenizer, place: dict[str, object]) -> None:
+    data = source(file, tokenizer)
+    with pytest.raises(DataError, match="saved data state has epoch .*, position .*has 7 prompts"):
+        data.load_state_dict(data.state_dict() | place)
+
+
+def test_overlong_prompt_is_an_error_by_default(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"prompt": "abc"}', '{"prompt": "abcd"}', '{"prompt": "abcde"}'])
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl:2: prompt of 4 tokens, the limit is 3 \(--rollout-max-prompt-len\); 2 of 3 "
+    ):
+        source(file, tokenizer, max_prompt_len=3)
+
+
+def test_overlong_prompt_dropped_is_counted_and_rows_keep_their_index(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"prompt": "abcd"}', '{"prompt": "abc"}', '{"prompt": "abcde"}', '{"prompt": "x"}'])
+    data = source(file, tokenizer, max_prompt_len=3, overlong_prompt="drop", shuffle=False)
+    assert (len(data), data.num_dropped) == (2, 2)
+    assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(1, "abc"), (3, "x")]
+
+
+def test_overlong_prompts_all_dropped_is_an_error(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"prompt": "abcd"}'])
+    with pytest.raises(DataError, match="all 1 prompts are longer than 3 tokens .* nothing is left"):
+        source(file, tokenizer, max_prompt_len=3, overlong_prompt="drop")
+
+
+def test_file_missing_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(DataError, match=r"prompt file .*nowhere.jsonl \(--eval-prompt-data\) cannot be read: No such file"):
+        source(tmp_path / "nowhere.jsonl", tokenizer, origin="--eval-prompt-data")
+
+
+def test_file_empty_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.touch()
+    with pytest.raises(DataError, match=r"prompts.jsonl \(--prompt-data\) is empty; expected one JSON object per line"):
+        source(file, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', r"prompts.jsonl:2: broken line, Expecting.*found b'{\"prompt\": \"a\"'"),
+        ("", r"prompts.jsonl:2: blank line"),
+        ('["a"]', r"prompts.jsonl:2: found a JSON list, expected an object with the key 'prompt'"),
+        ('{"text": "a", "id": 1}', r"prompts.jsonl:2: no key 'prompt' \(--input-key\); the line has \['id', 'text'\]"),
+        ('{"prompt": 5}', r"prompts.jsonl:2: 'prompt' \(--input-key\) is 5, a int; expected a string"),
+        ('{"prompt": null}', r"prompts.jsonl:2: 'prompt' \(--input-key\) is None, a NoneType"),
+        ('{"prompt": ""}', r"prompts.jsonl:2: prompt '' has no tokens"),
+    ],
+)
+def test_line_bad_is_refused_with_its_number(tmp_path: Path, tokenizer: TextTokenizer, line: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        source(write(tmp_path, ['{"prompt": "fine"}', line, '{"prompt": "fine"}']), tokenizer)
+
+
+def test_line_not_utf8_is_refused_with_its_number(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"prompts.jsonl:2: not UTF-8 \(byte 13 of the line\)"):
+        source(file, tokenizer)
+
+
+def test_label_missing_or_of_wrong_type_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(DataError, match=r"prompts.jsonl:1: no key 'label' \(--label-key\)"):
+        source(write(tmp_path, ['{"prompt": "a"}']), tokenizer, label_key="label")
+    with pytest.raises(DataError, match=r"prompts.jsonl:1: 'label' \(--label-key\) is 7, a int; expected a string"):
+        source(write(tmp_path, ['{"prompt": "a", "label": 7}']), tokenizer, label_key="label")

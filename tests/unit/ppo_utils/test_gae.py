@@ -1,0 +1,123 @@
+"""GAE against hand-computed values and the plain float64 loop of reference.py."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_ppo.errors import ConfigError
+from slime_ppo.ppo_utils import reference
+from slime_ppo.ppo_utils.gae import Advantages, generalized_advantages
+from tests.helpers.ppo_cases import Packed, random_packed
+
+LENS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def _gae(batch: Packed, **options: float) -> Advantages:
+    numbers = {"gamma": 0.97, "lambd": 0.9, "lambd_critic": 0.9} | options
+    return generalized_advantages(batch.rewards, batch.values, batch.mask, batch.lens, **numbers)
+
+
+def test_gae_two_tokens_around_a_masked_one_matches_hand_value() -> None:
+    mask = torch.tensor([True, False, True])
+    rewards, values = torch.tensor([1.0, 100.0, 2.0]), torch.tensor([0.5, -7.0, 0.25])
+    out = generalized_advantages(rewards, values, mask, torch.tensor([3]), gamma=0.5, lambd=0.5, lambd_critic=1.0)
+    # delta_1 = 2 - .25 = 1.75; delta_0 = 1 + .5*.25 - .5 = .625; A_0 = .625 + .25*1.75; G_0 = .5 + .625 + .5*1.75
+    assert out.advantages.tolist() == [1.0625, 0.0, 1.75]
+    assert out.returns.tolist() == [2.0, 0.0, 2.0]
+
+
+def test_gae_bootstrap_value_enters_the_last_delta_with_gamma() -> None:
+    one = torch.tensor([1.0])
+    out = generalized_advantages(
+        one,
+        one,
+        torch.tensor([True]),
+        torch.tensor([1]),
+        gamma=0.5,
+        lambd=0.9,
+        lambd_critic=0.9,
+        bootstrap_values=torch.tensor([4.0]),
+    )
+    assert out.advantages.tolist() == [2.0] and out.returns.tolist() == [3.0]
+
+
+@FEW
+@given(LENS, st.integers(0, 999), st.sampled_from([None, 0.3, 2.0]))
+def test_gae_random_masks_equal_the_reference_loop(lens: list[int], seed: int, adaptive: float | None) -> None:
+    batch = random_packed(seed, lens=lens)
+    after = torch.randn(len(lens), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    out = _gae(batch, lambd_critic=0.8, adaptive=adaptive, bootstrap_values=after)
+    numbers = reference.ReferenceSettings(vocab_size=1, gamma=0.97, lambd=0.9, lambd_critic=0.8, adaptive_lambd=adaptive)
+    for s, columns in enumerate(
+        zip(*(torch.split(x, lens) for x in (batch.rewards, batch.values, batch.mask, out.advantages, out.returns)), strict=True)
+    ):
+        rewards, values, mask, advantages, returns = columns
+        expected = reference.advantages_and_returns(rewards[mask].tolist(), values[mask].tolist(), float(after[s]), numbers)
+        assert advantages[mask].tolist() == pytest.approx(expected[0], rel=1e-12, abs=1e-12)
+        assert returns[mask].tolist() == pytest.approx(expected[1], rel=1e-12, abs=1e-12)
+        assert advantages[~mask].eq(0).all() and returns[~mask].eq(0).all()
+
+
+@FEW
+@given(LENS, st.integers(0, 999))
+def test_gae_inserting_masked_tokens_changes_nothing(lens: list[int], seed: int) -> None:
+    batch = random_packed(seed, lens=lens)
+    bare = Packed(batch.rewards[batch.mask], batch.values[batch.mask], torch.ones(int(batch.mask.sum()), dtype=torch.bool),
+                  torch.stack([m.sum() for m in torch.split(batch.mask, lens)]))  # fmt: skip
+    with_masked, without = _gae(batch, adaptive=1.0), _gae(bare, adaptive=1.0)
+    assert torch.equal(with_masked.advantages[batch.mask], without.advantages)
+    assert torch.equal(with_masked.returns[batch.mask], without.returns)
+
+
+@FEW
+@given(LENS, st.integers(0, 999))
+def test_gae_reversing_or_splitting_samples_permutes_outputs(lens: list[int], seed: int) -> None:
+    batch = random_packed(seed, lens=lens)
+    whole = torch.split(_gae(batch).advantages, lens)
+    pieces = list(
+        zip(torch.split(batch.rewards, lens), torch.split(batch.values, lens), torch.split(batch.mask, lens), strict=True)
+    )
+    reversed_batch = Packed(*(torch.cat(column[::-1]) for column in zip(*pieces, strict=True)), batch.lens.flip(0))
+    assert torch.equal(_gae(reversed_batch).advantages, torch.cat(whole[::-1]))
+    for s, piece in enumerate(pieces):
+        assert torch.equal(_gae(Packed(*piece, batch.lens[s : s + 1])).advantages, whole[s])
+
+
+def test_gae_lambda_one_gamma_one_is_reward_to_go_minus_value() -> None:
+    batch = random_packed(3, lens=[7, 5], masked=0.0)
+    out = _gae(batch, gamma=1.0, lambd=1.0)
+    to_go = torch.cat([r.flip(0).cumsum(0).flip(0) for r in torch.split(batch.rewards, [7, 5])])
+    assert torch.allclose(out.advantages, to_go - batch.values, rtol=1e-12)
+
+
+def test_gae_adaptive_lambda_leaves_returns_alone() -> None:
+    batch = random_packed(4, lens=[9, 3])
+    assert torch.equal(_gae(batch, adaptive=0.5).returns, _gae(batch).returns)
+    assert not torch.equal(_gae(batch, adaptive=0.5).advantages, _gae(batch).advantages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gae_131072_tokens_in_low_precision_stays_within_1e_5_of_float64(dtype: torch.dtype) -> None:
+    batch = random_packed(5, lens=[131072, 1000], masked=0.1, dtype=dtype)
+    out = _gae(batch, gamma=1.0, lambd=0.9999)
+    assert out.advantages.dtype == torch.float32
+    for rewards, values, mask, found in zip(
+        *(torch.split(x, [131072, 1000]) for x in (batch.rewards, batch.values, batch.mask, out.advantages)), strict=True
+    ):
+        expected = torch.tensor(
+            reference.gae(rewards[mask].tolist(), values[mask].tolist(), gamma=1.0, lambd=0.9999), dtype=torch.float64
+        )
+        assert (found[mask] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_gae_no_sample_or_no_trainable_token_gives_zeros() -> None:
+    batch = random_packed(6, lens=[3, 0], masked=1.1)
+    assert _gae(batch).advantages.tolist() == [0, 0, 0]
+    assert _gae(random_packed(6, lens=[])).advantages.shape == (0,)
+
+
+def test_gae_adaptive_not_positive_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a = 0"):
+        _gae(random_packed(0, lens=[2]), adaptive=0.0)

@@ -1,0 +1,29 @@
+"""The packed layout and selection by mask."""
+
+import pytest
+import torch
+
+from slime_ppo.errors import NumericsError
+from slime_ppo.ppo_utils.packed import require_finite, sample_index, segment_sum, select
+
+
+def test_sample_index_and_segment_sum_with_an_empty_sample_match_hand_values() -> None:
+    lens = torch.tensor([2, 0, 3])
+    assert sample_index(lens).tolist() == [0, 0, 2, 2, 2]
+    assert segment_sum(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), lens).tolist() == [3.0, 0.0, 12.0]
+
+
+def test_select_nan_at_masked_position_reaches_neither_value_nor_gradient() -> None:
+    x = torch.tensor([2.0, float("nan")], requires_grad=True)
+    y = select(select(x, torch.tensor([True, False])).exp(), torch.tensor([True, False]))
+    y.sum().backward()
+    assert y[1] == 0 and x.grad is not None and x.grad[1] == 0
+    assert torch.isclose(x.grad[0], torch.tensor(2.0).exp())
+
+
+def test_require_finite_nan_at_trainable_token_names_sample_and_token() -> None:
+    x = torch.tensor([0.0, float("nan"), 0.0, 0.0, float("inf")])
+    lens = torch.tensor([2, 3])
+    require_finite(x, torch.tensor([True, False, True, True, False]), lens, sample_ids=[40, 41], name="values")
+    with pytest.raises(NumericsError, match="values of sample 41 is inf at response token 2"):
+        require_finite(x, torch.tensor([True, False, True, True, True]), lens, sample_ids=[40, 41], name="values")

@@ -1,0 +1,136 @@
+"""Log-probs and entropy on one rank against torch's log_softmax in float64; over ranks in tests/dist."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_ppo.errors import ParallelError
+from slime_ppo.ppo_utils.vocab_parallel import TokenLogProbs, vocab_log_probs
+
+NAN = float("nan")
+
+
+def _run(logits: Tensor, labels: Tensor, *, vocab_size: int, temperature: float = 1.0, entropy: str = "grad") -> TokenLogProbs:
+    return vocab_log_probs(logits, labels, vocab_size=vocab_size, temperature=temperature, group=None, entropy=entropy)
+
+
+def _random(num_tokens: int, width: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn((num_tokens, width), generator=generator, dtype=torch.float64)
+    return logits, torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+
+
+def _expected(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = (logits.double()[:, :vocab_size] / temperature).log_softmax(-1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def test_log_probs_and_entropy_of_two_tokens_match_hand_value() -> None:
+    out = _run(torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64), torch.tensor([1]), vocab_size=2)
+    assert out.log_probs.item() == pytest.approx(math.log(0.75), rel=1e-12)
+    assert out.entropy is not None
+    assert out.entropy.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75), rel=1e-12)
+
+
+@pytest.mark.parametrize(("width", "vocab_size"), [(40, 40), (48, 40), (300_000, 299_999)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_values_and_gradients_equal_log_softmax(width: int, vocab_size: int, temperature: float) -> None:
+    logits, labels = _random(5, width, vocab_size)
+    weights = torch.randn((2, 5), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    out = _run(ours, labels, vocab_size=vocab_size, temperature=temperature)
+    expected = _expected(theirs, labels, vocab_size, temperature)
+    (out.log_probs @ weights[0] + out.entropy @ weights[1]).backward()
+    (expected[0] @ weights[0] + expected[1] @ weights[1]).backward()
+    assert torch.allclose(out.log_probs, expected[0], rtol=1e-12, atol=1e-12)
+    assert torch.allclose(out.entropy, expected[1], rtol=1e-12, atol=1e-12)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+    assert ours.grad[:, vocab_size:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_of_low_precision_logits_are_within_2e_6_of_float64(dtype: torch.dtype, temperature: float) -> None:
+    logits, labels = _random(64, 2000, 2000)
+    # half the size: the bound is about log-probs above -32, where float32 itself resolves it
+    logits = (logits / 2).to(dtype)
+    out = _run(logits, labels, vocab_size=2000, temperature=temperature)
+    assert out.log_probs.dtype == torch.float32
+    assert (out.log_probs - _expected(logits, labels, 2000, temperature)[0]).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("entropy", ["none", "grad"])
+def test_log_probs_gradient_matches_finite_differences(entropy: str) -> None:
+    logits, labels = _random(3, 7, 6)
+
+    def outputs(x: Tensor) -> tuple[Tensor, ...]:
+        out = _run(x, labels, vocab_size=6, temperature=0.8, entropy=entropy)
+        return (out.log_probs,) if out.entropy is None else (out.log_probs, out.entropy)
+
+    assert torch.autograd.gradcheck(outputs, logits.requires_grad_())
+
+
+def test_entropy_as_metric_equals_that_with_gradient_but_has_none() -> None:
+    logits, labels = _random(4, 9, 9)
+    out = _run(logits.requires_grad_(), labels, vocab_size=9, entropy="metric")
+    assert out.entropy is not None and not out.entropy.requires_grad and out.log_probs.requires_grad
+    assert torch.equal(out.entropy, _run(logits, labels, vocab_size=9).entropy)
+    assert _run(logits, labels, vocab_size=9, entropy="none").entropy is None
+
+
+@pytest.mark.parametrize("entropy", ["none", "grad"])
+def test_nan_row_whose_upstream_gradient_is_zero_gets_zero_gradient(entropy: str) -> None:
+    logits, labels = _random(3, 5, 5)
+    logits[1] = NAN
+    logits.requires_grad_()
+    out = _run(logits, labels, vocab_size=5, entropy=entropy)
+    keep = torch.tensor([True, False, True])
+    total = torch.where(keep, out.log_probs, 0.0).sum()
+    if out.entropy is not None:
+        total = total + torch.where(keep, out.entropy, 0.0).sum()
+    total.backward()
+    assert logits.grad is not None and logits.grad[1].eq(0).all()
+    assert torch.isfinite(logits.grad).all() and logits.grad[0].ne(0).any()
+
+
+def test_minus_infinity_logits_have_no_probability_and_finite_gradients() -> None:
+    logits = torch.tensor([[0.0, -math.inf, 1.0]], dtype=torch.float64, requires_grad=True)
+    out = _run(logits, torch.tensor([0]), vocab_size=3)
+    (out.log_probs.sum() + out.entropy.sum()).backward()
+    expected = _expected(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), 2, 1.0)
+    assert torch.allclose(out.log_probs, expected[0]) and torch.allclose(out.entropy, expected[1])
+    assert torch.isfinite(logits.grad).all() and logits.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize("label", [-1, 4, 6])
+def test_label_outside_the_real_vocabulary_has_log_prob_minus_infinity(label: int) -> None:
+    out = _run(torch.randn(1, 6), torch.tensor([label]), vocab_size=4)
+    assert out.log_probs.item() == -math.inf
+
+
+def test_padding_columns_may_hold_anything() -> None:
+    logits, labels = _random(3, 6, 4)
+    filled = logits.clone()
+    filled[:, 4:] = NAN
+    assert torch.equal(_run(filled, labels, vocab_size=4).log_probs, _run(logits, labels, vocab_size=4).log_probs)
+
+
+def test_no_tokens_give_empty_results() -> None:
+    logits = torch.zeros((0, 5), requires_grad=True)
+    _run(logits, torch.zeros(0, dtype=torch.int64), vocab_size=5).log_probs.sum().backward()
+    assert logits.grad is not None and logits.grad.shape == (0, 5)
+
+
+def test_second_derivative_is_refused() -> None:
+    logits, labels = _random(2, 5, 5)
+    logits.requires_grad_()
+    log_probs = _run(logits, labels, vocab_size=5).log_probs
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(log_probs.sum(), logits, create_graph=True)
+
+
+def test_fewer_columns_than_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ParallelError, match="5 logit columns each hold fewer than the 6 ids"):
+        _run(torch.zeros(1, 5), torch.tensor([0]), vocab_size=6)

@@ -1,0 +1,88 @@
+"""The worker's functions called in this process: how an answer is checked. What needs processes is in test_runner."""
+
+import pytest
+
+from slime_ppo.rewards.base import RewardInput, RewardSpec
+from slime_ppo.rewards.worker import BatchScores, import_problem, score_batch
+from slime_ppo.types.sample import FinishReason
+
+FUNCTIONS = "tests.helpers.reward_functions"
+
+
+def spec(name: str) -> RewardSpec:
+    return RewardSpec(f"{FUNCTIONS}.{name}", "--custom-rm-path")
+
+
+def score(name: str, *wishes: str) -> BatchScores:
+    inputs = [RewardInput(index, "prompt", "xx", None, {"wish": wish}, FinishReason.STOP) for index, wish in enumerate(wishes)]
+    return score_batch(spec(name), inputs)
+
+
+def test_score_numbers_are_rewards_in_order() -> None:
+    assert score("by_metadata", "-", "-") == BatchScores(rewards=(2.0, 2.0), problems=("", ""))
+
+
+def test_score_async_function_with_results() -> None:
+    assert score("asynchronous", "-", "-").rewards == (0.5, 0.5)
+
+
+def test_score_array_and_bool_are_numbers() -> None:
+    assert score("array", "-", "-", "-").rewards == (0.0, 1.0, 2.0)
+    assert score("only_alone", "-").rewards == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("wish", "problem"),
+    [
+        ("None", "returned None"),
+        ("NaN", "returned nan"),
+        ("inf", "returned inf"),
+        ("huge", "returned 1e+300"),
+        ("text", "returned 'good' (a str)"),
+    ],
+)
+def test_score_value_that_is_no_reward_is_a_problem_of_its_sample(wish: str, problem: str) -> None:
+    assert score("by_metadata", "-", wish, "-") == BatchScores(rewards=(2.0, 0.0, 2.0), problems=("", problem, ""))
+
+
+@pytest.mark.parametrize(
+    ("wish", "broken"),
+    [
+        ("return None", "returned None for 2 samples"),
+        ("return too few", "returned 1 rewards for 2 samples"),
+        ("return a number", "returned 1.0 (a float) for 2 samples"),
+    ],
+)
+def test_score_answer_without_one_entry_per_sample_is_broken(wish: str, broken: str) -> None:
+    assert score("by_metadata", "-", wish) == BatchScores(broken=broken)
+
+
+def test_score_exception_is_a_failure_with_its_place() -> None:
+    failure = score("by_metadata", "-", "raise").failure
+    assert failure is not None
+    assert failure.startswith("raised ValueError: cannot judge this at ")
+    assert "reward_functions.py:" in failure
+
+
+def test_score_exit_is_a_failure() -> None:
+    failure = score("by_metadata", "exit").failure
+    assert failure is not None
+    assert failure.startswith("raised SystemExit: 3")
+
+
+def test_import_problem_of_a_good_function_is_empty() -> None:
+    assert import_problem(spec("by_metadata")) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("by_metadat", "has no 'by_metadat'; did you mean 'by_metadata'?"),
+        ("not_callable", "is a float, expected a function or a class with __call__"),
+        ("CannotBuild", "cannot be used, building it raised OSError: no lexicon here at "),
+    ],
+)
+def test_import_problem_says_why(name: str, reason: str) -> None:
+    problem = import_problem(spec(name))
+    assert problem.startswith("--custom-rm-path: ")
+    assert reason in problem

@@ -1,0 +1,96 @@
+"""Loading a model folder, and the memory of its parameters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from slime_ppo.errors import CheckpointError
+from slime_ppo.rollout.embedded.model import ParameterMemory, load_causal_lm
+from tests.helpers.tiny_llama import make_tiny_llama
+
+
+def _load(folder: Path, dtype: str = "float32") -> torch.nn.Module:
+    return load_causal_lm(folder, dtype=dtype, device="cpu", trust_remote_code=False)
+
+
+def test_load_causal_lm_is_ready_to_generate_and_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = _load(make_tiny_llama(tmp_path))
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_load_causal_lm_bfloat16_holds_bfloat16_parameters(tmp_path: Path) -> None:
+    assert {p.dtype for p in _load(make_tiny_llama(tmp_path), "bfloat16").parameters()} == {torch.bfloat16}
+
+
+def test_load_causal_lm_missing_folder_raises_naming_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing-here is not a Hugging Face model folder: it has no config.json"):
+        _load(tmp_path / "nothing-here")
+
+
+def test_load_causal_lm_folder_without_weights_raises(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="does not load as a causal language model"):
+        _load(tmp_path)
+
+
+def test_load_causal_lm_damaged_weights_raises(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match="does not load as a causal language model"):
+        _load(tmp_path)
+
+
+def test_load_causal_lm_lost_tensor_raises_instead_of_random_values(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lack tensors .*model.layers.1.mlp.up_proj.weight"):
+        _load(tmp_path)
+
+
+def test_load_causal_lm_remote_code_is_refused_by_default(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('remote code ran')\n")
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameter_memory_free_and_allocate_change_resident_bytes(tmp_path: Path, tie: bool) -> None:
+    model = _load(make_tiny_llama(tmp_path, tie=tie))
+    memory = ParameterMemory(model)
+    parameter_bytes = sum(array.nbytes for array in load_file(tmp_path / "model.safetensors").values())
+    buffer_bytes = memory.bytes_resident() - parameter_bytes
+    assert 0 < buffer_bytes < 1000
+    memory.free()
+    assert memory.bytes_resident() == buffer_bytes
+    memory.allocate()
+    assert memory.bytes_resident() == parameter_bytes + buffer_bytes
+
+
+def test_parameter_memory_tied_parameter_is_named_once(tmp_path: Path) -> None:
+    names = list(ParameterMemory(_load(make_tiny_llama(tmp_path, tie=True))).parameters)
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_parameter_memory_write_through_parameters_changes_model(tmp_path: Path) -> None:
+    model = _load(make_tiny_llama(tmp_path))
+    memory = ParameterMemory(model)
+    memory.free()
+    memory.allocate()
+    with torch.no_grad():
+        for parameter in memory.parameters.values():
+            parameter.fill_(0.25)
+    assert all((parameter == 0.25).all() for parameter in model.parameters())

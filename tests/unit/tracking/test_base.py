@@ -1,0 +1,61 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from slime_ppo.errors import DataError
+from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord, TrackerSet
+
+
+class RecordingTracker:
+    def __init__(self, name: str, calls: list[str], *, fails_to_close: bool = False) -> None:
+        self._name = name
+        self._calls = calls
+        self._fails_to_close = fails_to_close
+
+    def start(self, run: RunInfo) -> None:
+        self._calls.append(f"{self._name} start {run.title}")
+
+    def log(self, record: RolloutRecord) -> None:
+        self._calls.append(f"{self._name} log {record.rollout_id}")
+
+    def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+        self._calls.append(f"{self._name} table {rollout_id} {len(samples)}")
+
+    def close(self) -> None:
+        self._calls.append(f"{self._name} close")
+        if self._fails_to_close:
+            raise OSError(f"{self._name}: disk full")
+
+
+def test_tracker_set_hands_every_call_to_every_tracker_in_order(
+    run: RunInfo, records: tuple[RolloutRecord, ...], samples: tuple[SampleRecord, ...]
+) -> None:
+    calls: list[str] = []
+    trackers = TrackerSet([RecordingTracker("a", calls), RecordingTracker("b", calls)])
+    trackers.start(run)
+    trackers.log(records[2])
+    trackers.log_table(2, samples[:1])
+    trackers.close()
+    each = ["start A small run", "log 2", "table 2 1", "close"]
+    assert calls == [f"{name} {call}" for call in each for name in ("a", "b")]
+
+
+def test_tracker_set_when_one_fails_to_close_closes_the_others_and_raises() -> None:
+    calls: list[str] = []
+    trackers = TrackerSet([RecordingTracker("a", calls, fails_to_close=True), RecordingTracker("b", calls)])
+    with pytest.raises(OSError, match="a: disk full"):
+        trackers.close()
+    assert calls == ["a close", "b close"]
+
+
+def test_critic_only_is_told_from_the_roles_that_had_a_turn(records: tuple[RolloutRecord, ...]) -> None:
+    assert [record.critic_only for record in records] == [True, False, False, False]
+    all_skipped = RolloutRecord(5, {"train/critic-value_loss": 0.1, "train/skipped_steps": 2.0}, (), {})
+    assert not all_skipped.critic_only
+    assert not RolloutRecord(5, {"rollout/raw_reward": 0.1}, (), {}).critic_only
+
+
+def test_sample_record_with_a_column_of_another_length_names_sample_and_column(samples: tuple[SampleRecord, ...]) -> None:
+    with pytest.raises(DataError, match="values of logged sample 10 of rollout 1 has 2 entries, expected 4"):
+        replace(samples[1], values=(0.1, 0.2))
