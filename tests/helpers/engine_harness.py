@@ -89,7 +89,7 @@ class ReferenceModel:
         ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int64))
         with torch.no_grad():
             logits = self._model(ids[None]).logits[0, len(prompt_ids) - 1 : -1]
-        return (logits.double() / temperature).log_softmax(-1).numpy()
+        return np.asarray((logits.double() / temperature).log_softmax(-1))
 
 
 def joint_support(probs: np.ndarray, *, top_k: int, top_p: float) -> list[int]:

@@ -7,6 +7,7 @@ drops characters from the end of `CHARACTERS`; those encode to <unk>.
 
 import json
 import string
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -135,5 +136,5 @@ def _write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> None:
     _write_json(folder / "tokenizer_config.json", names | special)
 
 
-def _write_json(path: Path, content: dict[str, object] | dict[str, str]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -53,6 +53,8 @@ function mean(values) {
   return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
+const rollouts = (count) => `${count} ${count === 1 ? "rollout" : "rollouts"}`;
+
 function tile(name, value, unit, detail) {
   const big = element("div", { class: "value" }, value);
   if (unit) big.append(element("small", {}, unit));
@@ -63,6 +65,7 @@ function firstToLastTile(name, key) {
   const found = points(key);
   if (found.length === 0) return null;
   const [first, last] = [found[0], found[found.length - 1]];
+  if (found.length === 1) return tile(name, format(first[1]), "", `at rollout ${first[0]}`);
   return tile(name, `${format(first[1])} → ${format(last[1])}`, "", `rollout ${first[0]} → ${last[0]}`);
 }
 
@@ -94,13 +97,13 @@ function timeTile() {
   const sorted = [...found].sort((a, b) => a - b);
   const middle = sorted[Math.floor(sorted.length / 2)];
   const total = found.reduce((sum, value) => sum + value, 0);
-  return tile("Time per rollout, median", formatSeconds(middle), "", `${formatSeconds(total)} in ${found.length} rollouts`);
+  return tile("Time per rollout, median", formatSeconds(middle), "", `${formatSeconds(total)} in ${rollouts(found.length)}`);
 }
 
 function buildHead() {
   document.getElementById("title").textContent = run.title;
   const done = run.rollouts.length;
-  const state = done < run.numRollout ? `${done} of ${run.numRollout} rollouts so far` : `${done} rollouts`;
+  const state = done < run.numRollout ? `${done} of ${rollouts(run.numRollout)} so far` : rollouts(done);
   document.getElementById("subtitle").textContent = run.runFolder ? `${state} · run folder ${run.runFolder}` : state;
   const tiles = [
     rewardTile(), firstToLastTile("Held-out reward, greedy", "eval/heldout_reward"), klTile(), gapTile(), timeTile(),

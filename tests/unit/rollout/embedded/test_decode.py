@@ -75,6 +75,30 @@ def test_decode_rows_that_are_done_do_not_change_the_others(model: PreTrainedMod
         np.testing.assert_array_equal(result.log_probs, before.log_probs[:limit])
 
 
+def test_decode_stop_token_drawn_after_the_limit_is_ignored(model: PreTrainedModel) -> None:
+    """The batch goes on for other rows; what a row that reached its limit draws there must not turn LENGTH into STOP."""
+    requests = make_requests(2, SAMPLING)
+    tokens = _decode(model, requests)[0].response_ids
+    late = next(int(token) for token in tokens[3:] if token not in tokens[:3])
+    requests[0] = replace(requests[0], sampling=replace(SAMPLING, max_new_tokens=3, stop_token_ids=(late,)))
+    result = _decode(model, requests)[0]
+    assert result.finish is FinishReason.LENGTH
+    np.testing.assert_array_equal(result.response_ids, tokens[:3])
+
+
+def test_decode_position_ids_count_real_tokens_only(model: PreTrainedModel) -> None:
+    """Rotary positions are relative, so that a constant offset by the padding would not show in any log-prob."""
+    positions: list[list[list[int]]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: positions.append(kwargs["position_ids"].tolist()), with_kwargs=True
+    )
+    first, second = make_requests(2, replace(SAMPLING, max_new_tokens=2))
+    prompts = (np.array([9, 8, 7, 6], np.int32), np.array([5], np.int32))
+    _decode(model, [replace(r, prompt_ids=ids) for r, ids in zip((first, second), prompts, strict=True)])
+    handle.remove()
+    assert positions == [[[0, 1, 2, 3], [0, 0, 0, 0]], [[4], [1]]]
+
+
 def test_decode_supports_of_rows_of_different_length_stay_with_their_row(model: PreTrainedModel) -> None:
     sampling = replace(SAMPLING, top_p=0.7)
     requests = make_requests(4, sampling)

@@ -1,0 +1,47 @@
+# Two commands matter: `make quickstart` and `make test`. Each sets up what it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+MODEL := runs/models/glass-en
+
+.PHONY: quickstart setup test lint format types bench clean
+
+quickstart: $(VENV)/.core $(MODEL)/config.json  ## train a small language model by PPO, about a minute once installed
+	$(BIN)/python scripts/train_ppo.py --config configs/quickstart_cpu.yaml $(ARGS)
+
+setup: $(VENV)/.core $(VENV)/.test  ## everything for running, testing and SGLang on a CPU
+
+test: setup $(MODEL)/config.json lint types  ## lint, types and all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+bench: $(VENV)/.core $(MODEL)/config.json  ## cost of one PPO iteration against a single-process loop
+	$(BIN)/python tools/bench_iteration.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
+
+$(VENV)/.core: setup.py requirements/cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c requirements/cpu.txt torch==2.13.0 -e '.[quickstart]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core requirements/sglang-cpu.txt
+	$(PIP) -c requirements/cpu.txt -e '.[quickstart,tensorboard,wandb,test]'
+	$(PIP) -c requirements/cpu.txt -r requirements/sglang-cpu.txt
+	$(PIP) --no-deps sglang==0.5.23 triton==3.9.0
+	@touch $@
+
+$(MODEL)/config.json: $(VENV)/.core tools/convert_glass_to_hf.py
+	$(BIN)/python tools/convert_glass_to_hf.py $(MODEL) --force
