@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import yaml
-
 from slime_ppo.config.checks import check_config
-from slime_ppo.config.fields import OptionSpec, Value, nearest, shown
+from slime_ppo.config.fields import OptionSpec, Value, nearest, shown, yaml_text
 from slime_ppo.config.root import OPTIONS, SECTIONS, Config
 from slime_ppo.config.yaml_file import Setting, read_config_file
 from slime_ppo.errors import ConfigError, SlimePpoError
@@ -89,8 +87,7 @@ def print_config_text(parsed: ParsedCommand) -> str:
 
 
 def _yaml_scalar(value: Value) -> str:
-    text: str = yaml.safe_dump(value, allow_unicode=True, width=10_000)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return yaml_text(value).removesuffix("\n").removesuffix("\n...")
 
 
 class _Parser(argparse.ArgumentParser):

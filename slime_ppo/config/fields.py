@@ -11,11 +11,15 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import yaml
+
 Kind = Literal["int", "float", "str", "bool"]
 Value = int | float | str | bool | None
 
 _KINDS: dict[Any, Kind] = {int: "int", float: "float", str: "str", bool: "bool"}
 _KIND_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+# line breaks that PyYAML writes raw into a quoted text and folds to spaces when it reads them
+_FOLDED_BREAKS = ("\x85", "\u2028", "\u2029")
 # no leading zero: YAML 1.1 would read 010 as 8
 _WHOLE_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)")
 
@@ -159,6 +163,14 @@ def shown(value: Value) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def yaml_text(value: object) -> str:
+    """YAML of a value or of nested sections that reads back exactly; not ASCII only, unless a text needs escapes."""
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10_000)
+    if any(mark in text for mark in _FOLDED_BREAKS):
+        text = yaml.safe_dump(value, sort_keys=False, width=10_000)
+    return text
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import yaml
-
 from slime_ppo.config.batch import BatchConfig
 from slime_ppo.config.cluster import ClusterConfig
 from slime_ppo.config.critic import CriticConfig
 from slime_ppo.config.data import DataConfig
 from slime_ppo.config.eval import EvalConfig
-from slime_ppo.config.fields import OptionSpec, Value, section_options
+from slime_ppo.config.fields import OptionSpec, Value, section_options, yaml_text
 from slime_ppo.config.model import ModelConfig
 from slime_ppo.config.optimizer import OptimizerConfig
 from slime_ppo.config.parallel import ParallelConfig
@@ -115,8 +113,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """All values, nested by section; reading it again gives an equal Config."""
-        text: str = yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=10_000)
-        return text
+        return yaml_text(asdict(self))
 
 
 def _sequence_parallel(config: Config, tp_size: int) -> bool:

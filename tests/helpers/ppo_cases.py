@@ -154,37 +154,7 @@ def fast_iteration(
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     own = list(range(rank, len(samples), world))
     local = [samples[row] for row in own]
-    batch = _pack(local)
-    with torch.no_grad():
-        old = _log_probs(policy, local, settings)
-        ref = _log_probs(reference, local, settings).full_log_probs
-        old_values = _states(critic, local)
-        after = torch.stack([critic(s.token_ids)[-1] if s.bootstraps else torch.zeros((), dtype=torch.float64) for s in local])
-    rewards = build_token_rewards(
-        torch.tensor([s.reward for s in local], dtype=torch.float64),
-        old.full_log_probs,
-        ref,
-        batch.mask,
-        batch.lens,
-        kl_coef=settings.kl_coef,
-        process_rewards=torch.cat(
-            [torch.tensor(s.process_rewards or [0.0] * len(s.response_ids), dtype=torch.float64) for s in local]
-        ),
-    ).rewards
-    scored = generalized_advantages(
-        rewards,
-        old_values,
-        batch.mask,
-        batch.lens,
-        gamma=settings.gamma,
-        lambd=settings.lambd,
-        lambd_critic=settings.lambd_critic,
-        adaptive=settings.adaptive_lambd,
-        bootstrap_values=after,
-    )
-    advantages = whiten_advantages(scored.advantages, batch.mask, group=group)
-    columns = [old.log_probs, ref, old_values, scored.returns, advantages]
-    per_sample = list(zip(*(torch.split(column, batch.lens.tolist()) for column in columns), strict=True))
+    scored = _score(policy, reference, critic, local, settings, group=group)
     norms: dict[str, list[float]] = {"actor": [], "critic": []}
     for step in steps:
         denominator = make_denominator(
@@ -196,17 +166,63 @@ def fast_iteration(
         mine = [(place, own.index(row)) for place, row in enumerate(step.rows) if row in own]
         actor_optimizer.zero_grad()
         critic_optimizer.zero_grad()
-        for part in range(num_micro_batches):
-            chosen = mine[part::num_micro_batches]
-            if not chosen:
-                continue
-            rows = [local[index] for _, index in chosen]
-            fixed = [torch.cat(column) for column in zip(*(per_sample[index] for _, index in chosen), strict=True)]
-            weights = torch.from_numpy(denominator.sample_weights)[[place for place, _ in chosen]]
-            _backward(policy, critic, rows, fixed, weights, settings)
+        for chosen in (mine[part::num_micro_batches] for part in range(num_micro_batches)):
+            if chosen:
+                fixed = [torch.cat(column) for column in zip(*(scored.per_sample[index] for _, index in chosen), strict=True)]
+                weights = torch.from_numpy(denominator.sample_weights)[[place for place, _ in chosen]]
+                _backward(policy, critic, [local[index] for _, index in chosen], fixed, settings, sample_weights=weights)
         norms["actor"].append(_step(actor_optimizer, step.actor_lr, settings.clip_grad, group))
         norms["critic"].append(_step(critic_optimizer, step.critic_lr, settings.clip_grad, group))
-    return FastReport(rewards, scored.returns, norms["actor"], norms["critic"])
+    return FastReport(scored.rewards, scored.returns, norms["actor"], norms["critic"])
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """`per_sample`: (old log-probs, ref log-probs, old values, returns, whitened advantages) of each sample."""
+
+    rewards: Tensor
+    returns: Tensor
+    per_sample: list[tuple[Tensor, ...]]
+
+
+@torch.no_grad()
+def _score(
+    policy: nn.Module,
+    reference: nn.Module,
+    critic: nn.Module,
+    samples: Sequence[ReferenceSample],
+    settings: ReferenceSettings,
+    *,
+    group: dist.ProcessGroup | None,
+) -> _Scored:
+    batch = _pack(samples)
+    old = _log_probs(policy, samples, settings)
+    ref = _log_probs(reference, samples, settings).full_log_probs
+    old_values = _states(critic, samples)
+    process_rewards = [x for s in samples for x in s.process_rewards or [0.0] * len(s.response_ids)]
+    rewards = build_token_rewards(
+        torch.tensor([s.reward for s in samples], dtype=torch.float64),
+        old.full_log_probs,
+        ref,
+        batch.mask,
+        batch.lens,
+        kl_coef=settings.kl_coef,
+        process_rewards=torch.tensor(process_rewards, dtype=torch.float64),
+    ).rewards
+    found = generalized_advantages(
+        rewards,
+        old_values,
+        batch.mask,
+        batch.lens,
+        gamma=settings.gamma,
+        lambd=settings.lambd,
+        lambd_critic=settings.lambd_critic,
+        adaptive=settings.adaptive_lambd,
+        bootstrap_values=torch.stack([critic(s.token_ids)[-1] * (1.0 if s.bootstraps else 0.0) for s in samples]),
+    )
+    columns = [old.log_probs, ref, old_values, found.returns, whiten_advantages(found.advantages, batch.mask, group=group)]
+    lens = batch.lens.tolist()
+    return _Scored(rewards, found.returns, list(zip(*(torch.split(column, lens) for column in columns), strict=True)))
 
 
 def _backward(
@@ -214,8 +230,9 @@ def _backward(
     critic: nn.Module,
     samples: Sequence[ReferenceSample],
     fixed: Sequence[Tensor],
-    sample_weights: Tensor,
     settings: ReferenceSettings,
+    *,
+    sample_weights: Tensor,
 ) -> None:
     old_log_probs, ref, old_values, returns, advantages = fixed
     batch = _pack(samples)

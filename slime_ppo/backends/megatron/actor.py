@@ -53,7 +53,8 @@ class ActorRole(MegatronRole):
         outside_mass = columns.pop("outside_mass") if "outside_mass" in columns else None
         mine = batch.select(part.rows)
         require_finite_columns(mine, columns)
-        stats = _log_prob_stats(mine.with_columns(**columns))
+        num_trajectories = int(np.isin(part.rows, _first_of_trajectory(batch)).sum())
+        stats = _log_prob_stats(mine.with_columns(**columns), num_trajectories)
         if outside_mass is not None:
             stats.add_mean("outside_mass", outside_mass[mine.loss_mask].sum(dtype=np.float64), mine.loss_mask.sum())
         return ColumnPart(part.rows, columns), stats
@@ -173,8 +174,20 @@ def _whitened_over_step(batch: RolloutBatch, step: Step) -> RolloutBatch:
     return batch.with_columns(advantages=advantages)
 
 
-def _log_prob_stats(batch: RolloutBatch) -> Stats:
-    """Gap to the engine, entropy, and KL to the reference, over the trainable tokens of these samples."""
+def _first_of_trajectory(batch: RolloutBatch) -> np.ndarray:
+    """Row of the first trainable sample of each trajectory that has one.
+
+    The samples of a trajectory may lie on several ranks; the rank that holds this one counts it.
+    """
+    rows = np.flatnonzero(batch.trainable_tokens)
+    return rows[np.unique(batch.trajectory_ids[rows], return_index=True)[1]]
+
+
+def _log_prob_stats(batch: RolloutBatch, num_trajectories: int) -> Stats:
+    """Gap to the engine, entropy, and KL to the reference, over the trainable tokens of these samples.
+
+    `num_trajectories` is this rank's share of the rollout's trajectories.
+    """
     stats, mask = Stats(), batch.loss_mask
     count = int(mask.sum())
     old = filled(batch.old_log_probs)
@@ -186,5 +199,5 @@ def _log_prob_stats(batch: RolloutBatch) -> Stats:
     if batch.ref_log_probs is not None:
         kl = (batch.kl_log_probs - batch.ref_log_probs)[mask].sum(dtype=np.float64)
         stats.add_mean("kl", kl, count)
-        stats.add_mean("kl_trajectory", kl, len(np.unique(batch.trajectory_ids[batch.trainable_tokens > 0])))
+        stats.add_mean("kl_trajectory", kl, num_trajectories)
     return stats

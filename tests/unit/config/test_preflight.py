@@ -120,3 +120,10 @@ def test_check_files_with_a_save_folder_that_cannot_be_written_says_why(make: Ma
     # the kernel's folder refuses new files, also to root
     assert _refusal(make(run__save="/proc/slime_run")).startswith("--save /proc/slime_run: cannot write in /proc (")
     assert _refusal(make(critic__save="/proc/slime_critic")).startswith("--critic-save /proc/slime_critic: cannot write")
+
+
+def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    values: dict[str, Value] = {"run__save": str(tmp_path / "link"), "critic__save": str(tmp_path / "run")}
+    assert _refusal(make(**values)).startswith(f"--critic-save {tmp_path}/run is {tmp_path}/run, where the run saves")

@@ -92,7 +92,7 @@ def test_to_yaml_is_nested_by_section() -> None:
     assert list(yaml.safe_load(make_config().to_yaml())) == list(SECTIONS)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     number=st.floats(min_value=0, max_value=1),
@@ -103,7 +103,9 @@ def test_to_yaml_read_again_gives_an_equal_config(tmp_path: Path, text: str, num
     assert _read_again(tmp_path, config) == config
 
 
-@pytest.mark.parametrize("text", ["null", "~", "true", "12", "1e-6", " # x", "a: b", "2020-01-01", "=", "é\n", "'"])
+@pytest.mark.parametrize(
+    "text", ["null", "~", "true", "12", "1e-6", " # x", "a: b", "2020-01-01", "=", "é\n", "'", "a\x85b", "\u2028", "\ufeff", "\t"]
+)
 def test_to_yaml_of_a_text_that_looks_like_another_type_reads_back_as_text(tmp_path: Path, text: str) -> None:
     config = make_config(data__label_key=text, optimizer__lr=1e-6)
     assert _read_again(tmp_path, config) == config
