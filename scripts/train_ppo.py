@@ -1,8 +1,8 @@
 """Train a language model by PPO on a Ray cluster.
 
-    python scripts/train_ppo.py --config configs/quickstart_cpu.yaml
-    python scripts/train_ppo.py --config configs/quickstart_cpu.yaml --dry-run
-    ray job submit --working-dir . -- python scripts/train_ppo.py --config my.yaml --seed 1
+python scripts/train_ppo.py --config configs/quickstart_cpu.yaml
+python scripts/train_ppo.py --config configs/quickstart_cpu.yaml --dry-run
+ray job submit --working-dir . -- python scripts/train_ppo.py --config my.yaml --seed 1
 """
 
 import sys

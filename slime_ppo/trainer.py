@@ -138,7 +138,8 @@ class PpoTrainer:
         with clock.phase("reward"):
             outcome = self.parts.rewards.score(trainable)
         if not outcome.samples:
-            raise RewardError(f"all {len(trainable)} samples of rollout {rollout_id} were dropped; the first: {next(iter(outcome.reasons.values()))}")
+            first = next(iter(outcome.reasons.values()))
+            raise RewardError(f"all {len(trainable)} samples were dropped, nothing to train on; the first reward call {first}")
         return list(outcome.samples)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:

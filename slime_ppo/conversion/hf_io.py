@@ -36,11 +36,16 @@ class HfWeights(Mapping[str, torch.Tensor]):
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             for file in sorted(set(weight_map.values())):
                 if not (self.folder / file).is_file():
-                    raise CheckpointError(f"{index} names {file}, which is not in {self.folder}: download or convert the model again")
+                    raise CheckpointError(
+                        f"{index} names {file}, which is not in {self.folder}: download or convert the model again"
+                    )
             return weight_map
         single = self.folder / SINGLE_FILE
         if not single.is_file():
-            raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a local Hugging Face folder with safetensors weights")
+            raise CheckpointError(
+                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a local Hugging Face folder "
+                "with safetensors weights"
+            )
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
 

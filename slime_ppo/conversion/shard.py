@@ -7,7 +7,9 @@ import torch
 from slime_ppo.conversion.mapping import Split
 
 
-def shard(split: Split, parts: Sequence[torch.Tensor], *, num_query_groups: int, padded_vocab: int, tp_size: int, tp_rank: int) -> torch.Tensor:
+def shard(
+    split: Split, parts: Sequence[torch.Tensor], *, num_query_groups: int, padded_vocab: int, tp_size: int, tp_rank: int
+) -> torch.Tensor:
     """The shard of rank `tp_rank` of the parameter fused from the HF tensors `parts`.
 
     `padded_vocab` is the number of vocabulary rows over all ranks; rows beyond the HF ones are zero.
@@ -26,7 +28,9 @@ def shard(split: Split, parts: Sequence[torch.Tensor], *, num_query_groups: int,
     return whole.chunk(tp_size, 0)[tp_rank]
 
 
-def unshard(split: Split, shards: Sequence[torch.Tensor], *, num_query_groups: int, num_heads: int, vocab_size: int) -> list[torch.Tensor]:
+def unshard(
+    split: Split, shards: Sequence[torch.Tensor], *, num_query_groups: int, num_heads: int, vocab_size: int
+) -> list[torch.Tensor]:
     """The HF tensors of a parameter from the shards of all tensor-parallel ranks, in rank order; padding is cut off."""
     if split is Split.REPLICATED:
         return [shards[0]]

@@ -41,9 +41,7 @@ class ConversionTable:
         if missing or unused:
             raise ConversionError(
                 f"{source} does not fit the {self.shape.model_type} table: "
-                + "; ".join(
-                    f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("not used", unused)) if names
-                )
+                + "; ".join(f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("not used", unused)) if names)
             )
 
 

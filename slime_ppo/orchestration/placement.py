@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 # shares of a bundle: three tenants live on one device and take turns
 TENANT_SHARE: Mapping[str, float] = {"actor": 0.4, "critic": 0.4, "rollout": 0.2}
+
 
 @dataclass(frozen=True)
 class ClusterSettings:
@@ -46,7 +47,7 @@ class RayCluster:
     def __enter__(self) -> "RayCluster":
         self._connect()
         try:
-            has_gpus = "GPU" in ray.cluster_resources()
+            has_gpus = "GPU" in _resources(ray.cluster_resources)
             self.device = self._settings.device if self._settings.device != "auto" else "cuda" if has_gpus else "cpu"
             self._group = self._placement_group()
         except BaseException:
@@ -64,10 +65,13 @@ class RayCluster:
     def spawn(self, process: type, *, tenant: str, bundle: int, arguments: Sequence[object]) -> Any:
         """Start an actor process in a bundle with the tenant's share of its device."""
         share = TENANT_SHARE[tenant]
+        if self._group is None:
+            raise RuntimeError("the cluster has not been entered")
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
         )
-        remote = ray.remote(concurrency_groups={"health": 2})(process).options(
+        declared: Any = ray.remote
+        remote = declared(concurrency_groups={"health": 2})(process).options(
             num_cpus=share,
             num_gpus=share if self.device == "cuda" else 0,
             scheduling_strategy=strategy,
@@ -105,23 +109,29 @@ class RayCluster:
     def _placement_group(self) -> PlacementGroup:
         kinds = {"CPU": 1.0, "GPU": 1.0} if self.device == "cuda" else {"CPU": 1.0}
         asked = {kind: amount * self._settings.num_bundles for kind, amount in kinds.items()}
-        present = ray.cluster_resources()
+        present = _resources(ray.cluster_resources)
         for kind, amount in asked.items():
-            found = present[kind] if kind in present else 0.0
+            found = present.get(kind, 0.0)
             if found < amount:
                 raise ConfigError(
                     f"the run asks for {amount:g} {kind}s (one per rank of the larger role), the cluster has {found:g}: lower "
                     "--actor-num-nodes, --actor-num-gpus-per-node or the critic's, or add nodes"
                 )
-        group = placement_group([kinds] * self._settings.num_bundles, strategy="PACK")
+        group: PlacementGroup = placement_group([kinds] * self._settings.num_bundles, strategy="PACK")
         try:
             ray.get(group.ready(), timeout=self._settings.placement_timeout_s)
         except GetTimeoutError as error:
-            free = ray.available_resources()
-            table = ", ".join(f"{kind}: {asked[kind]:g} asked, {free[kind] if kind in free else 0:g} free" for kind in asked)
+            free = _resources(ray.available_resources)
+            table = ", ".join(f"{kind}: {asked[kind]:g} asked, {free.get(kind, 0):g} free" for kind in asked)
             remove_placement_group(group)
             raise ConfigError(
                 f"no placement within {self._settings.placement_timeout_s:g} s (--placement-timeout-s): {table}. Other jobs hold "
                 "the rest: wait for them, or ask for less"
             ) from error
         return group
+
+
+def _resources(query: Callable[[], Any]) -> dict[str, float]:
+    """Resource -> amount, over all nodes."""
+    found: dict[str, float] = query()
+    return found

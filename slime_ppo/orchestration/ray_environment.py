@@ -15,9 +15,7 @@ _LOCAL = {
 
 def cluster_address(config: ClusterConfig) -> str | None:
     """The cluster to join: --ray-address, else RAY_ADDRESS (set by `ray job submit`), else None: a local one is started."""
-    if config.ray_address is not None:
-        return config.ray_address
-    return os.environ["RAY_ADDRESS"] if "RAY_ADDRESS" in os.environ else None
+    return os.environ.get("RAY_ADDRESS") if config.ray_address is None else config.ray_address
 
 
 def prepare_ray_environment(config: ClusterConfig) -> None:

@@ -64,11 +64,16 @@ def _most_telling(calls: Sequence[Call], phase: str) -> SlimePpoError:
     others = sorted({name for name, _ in failures} - {who})
     echo = f" (then failed too: {', '.join(others)})" if others else ""
     if isinstance(error, RayActorError):
-        return ParallelError(f"{who} died during {phase}{echo}: its process ended without a Python error (killed, out of memory, or a crash in native code). Its log is in the run folder's logs")
+        return ParallelError(
+            f"{who} died during {phase}{echo}: its process ended without a Python error (killed, out of memory, or a crash in "
+            "native code). Its log is in the run folder's logs"
+        )
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, SlimePpoError):
         return type(cause)(f"{cause} [{who}, {phase}]{echo}")
-    return ParallelError(f"{who} failed during {phase}{echo}: {type(cause).__name__}: {cause}. The traceback is in the run folder's logs")
+    return ParallelError(
+        f"{who} failed during {phase}{echo}: {type(cause).__name__}: {cause}. The traceback is in the run folder's logs"
+    )
 
 
 def _rank(error: Exception) -> int:

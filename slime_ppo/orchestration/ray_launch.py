@@ -59,8 +59,8 @@ def run_ppo(config: Config) -> int:
     inputs = read_inputs(config)
     try:
         with ExitStack() as stack:
-            stack.enter_context(inputs.rewards).start()
             _prepare_run_folder(config)
+            stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config))
             cluster = stack.enter_context(RayCluster(_cluster_settings(config)))
             stack.enter_context(interrupts_raise())
@@ -105,6 +105,7 @@ def read_inputs(config: Config) -> RunInputs:
             batch_size=reward.reward_batch_size,
             timeout_s=reward.reward_timeout_s,
             on_bad_sample=reward.on_bad_sample,
+            log_file=Path(config.run.save) / "logs" / "reward.log",
         ),
         tracker=build_trackers(config.tracking),
     )

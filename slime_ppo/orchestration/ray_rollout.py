@@ -50,9 +50,7 @@ class RayRolloutEngine:
 
     def call(self, phase: str, ref: Any) -> Any:
         """The result of one remote call of the engine."""
-        [result] = gather(
-            [Call(ref, "rollout engine")], phase=f"rollout {phase}", timeout_s=self._timeout_s, watched=self._watched
-        )
+        [result] = gather([Call(ref, "rollout engine")], phase=f"rollout {phase}", timeout_s=self._timeout_s, watched=self._watched)
         return result
 
 

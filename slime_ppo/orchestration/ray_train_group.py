@@ -54,12 +54,15 @@ class RayTrainGroup:
         return BatchHandle(ray.put(batch))
 
     def fetch(self, handle: BatchHandle) -> RolloutBatch:
-        batch, *parts = ray.get([handle.batch, *handle.parts])
+        refs: list[Any] = [handle.batch, *handle.parts]
+        batch, *parts = ray.get(refs)
         merged: RolloutBatch = batch.with_parts(parts)
         return merged
 
     def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
-        return self._columns(handle, [rank.compute_log_probs.remote(handle.batch, *handle.parts) for rank in self.ranks], "log-probs")
+        return self._columns(
+            handle, [rank.compute_log_probs.remote(handle.batch, *handle.parts) for rank in self.ranks], "log-probs"
+        )
 
     def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
         answers = [rank.compute_advantages.remote(kl_coef, handle.batch, *handle.parts) for rank in self.ranks]
@@ -87,7 +90,7 @@ class RayTrainGroup:
 
     def export_bucket(self, bucket: Bucket) -> "ray.ObjectRef[Any]":
         """A reference to the bucket's bytes, gathered over the ranks."""
-        answers = [rank.export_bucket.remote(bucket) for rank in self.ranks]
+        answers: list[ray.ObjectRef[Any]] = [rank.export_bucket.remote(bucket) for rank in self.ranks]
         self._wait(answers, "weight export")
         return answers[0]
 

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from slime_ppo.backends.megatron.export import WeightExporter
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Started = TypeVar("Started")
 
 
-def _logged(method: Method) -> Method:
+def _logged(method: Callable[..., Any]) -> Callable[..., Any]:
     """Leave the traceback in this process's log; the driver shows one line of it. Goes outside of `ray.method`, whose
     marks Ray looks for on the innermost function."""
 
@@ -50,7 +50,11 @@ def _logged(method: Method) -> Method:
             traceback.print_exc()
             raise
 
-    return wrapped  # type: ignore[return-value]
+    return wrapped
+
+
+# a column part, which stays in the object store, and statistics, which go to the driver
+_two_results: Any = ray.method(num_returns=2)
 
 
 class Process:
@@ -87,7 +91,7 @@ class RankProcess(Process):
 
     def rendezvous(self) -> str:
         """An address on this node where a process group can meet; asked of rank 0."""
-        host = ray.util.get_node_ip_address()
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
@@ -111,12 +115,12 @@ class RankProcess(Process):
         self._build_exporter()
 
     @_logged
-    @ray.method(num_returns=2)
+    @_two_results
     def compute_log_probs(self, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
         return _present(self._actor).compute_log_probs(batch.with_parts(parts))
 
     @_logged
-    @ray.method(num_returns=2)
+    @_two_results
     def compute_advantages(self, kl_coef: float, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
         return _present(self._critic).compute_advantages(batch.with_parts(parts), kl_coef)
 
@@ -150,7 +154,13 @@ class RankProcess(Process):
         """Write a Hugging Face folder from rank 0. All ranks of the role are called together."""
         from slime_ppo.backends.megatron.export import save_hf_folder
 
-        save_hf_folder(_present(self._exporter), folder, source=self._role.settings.model.hf_folder, bucket_bytes=bucket_bytes, writes=self._is_first)
+        save_hf_folder(
+            _present(self._exporter),
+            folder,
+            source=self._role.settings.model.hf_folder,
+            bucket_bytes=bucket_bytes,
+            writes=self._is_first,
+        )
 
     @property
     def _role(self) -> "ActorRole | CriticRole":
@@ -215,8 +225,9 @@ class EngineProcess(Process):
     @_logged
     def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
         """Compare the engine's parameters with what the trainer sent. Raises WeightSyncError naming the tensors."""
-        held = _present(self._engine).checksums()
-        different = [name for name, sent in bucket_checksums(bucket, flat).items() if held[name] != sent]
+        sent = bucket_checksums(bucket, flat)
+        held = _present(self._engine).checksums(list(sent))
+        different = [name for name in sent if held[name] != sent[name]]
         if different:
             raise WeightSyncError(f"after the push the engine's {', '.join(different)} differ from the trainer's")
 
@@ -228,7 +239,7 @@ def _prepare_torch(device: DeviceKind) -> None:
     prepare_megatron(device)
 
 
-def _present(started: Any) -> Any:
+def _present(started: Started | None) -> Started:
     if started is None:
         raise RuntimeError("this process has not been started as what it is asked for")
     return started

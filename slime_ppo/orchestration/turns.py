@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 class DeviceTurns:
     """Wakes one tenant at a time and offloads the others; nothing wakes or sleeps as a side effect of something else.
 
-    All tenants are awake at first. With `offload` False (all fits together) they stay so. `events` keeps ("wake" or "offload", tenant)
-    in order; `on_time` gets the seconds of each change.
+    All tenants are awake at first. With `offload` False (all fits together) they stay so. `events` keeps ("wake" or
+    "offload", tenant) in order; `on_time` gets the seconds of each change.
     """
 
     tenants: Mapping[str, Tenant]

@@ -93,5 +93,3 @@ def without_aborted(samples: Sequence[Sample], expected_version: int) -> list[Sa
     if not kept:
         raise RolloutError(f"all {len(samples)} samples of the rollout were aborted: nothing to train on. See the engine's log")
     return kept
-
-

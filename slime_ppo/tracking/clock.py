@@ -33,7 +33,7 @@ class RunClock:
 
     def add(self, name: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere."""
-        self._seconds[name] = (self._seconds[name] if name in self._seconds else 0.0) + seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def phases(self) -> dict[str, float]:
         """Seconds per phase of this rollout in the order of PHASES, "other" last; together they are the rollout's time."""

@@ -1,7 +1,7 @@
 """The trackers a run asked for."""
 
 from slime_ppo.config.tracking import TrackingConfig
-from slime_ppo.tracking.base import TrackerSet
+from slime_ppo.tracking.base import Tracker, TrackerSet
 from slime_ppo.tracking.console import ConsoleTracker
 from slime_ppo.tracking.jsonl import JsonlTracker
 from slime_ppo.tracking.report import ReportTracker
@@ -14,7 +14,7 @@ def build_trackers(config: TrackingConfig) -> TrackerSet:
 
     Raises ConfigError when a package is missing.
     """
-    optional = []
+    optional: list[Tracker] = []
     if config.use_tensorboard:
         optional.append(TensorBoardTracker())
     if config.use_wandb:

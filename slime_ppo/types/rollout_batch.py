@@ -89,8 +89,10 @@ class RolloutBatch:
                 continue
             expected = int(self._lengths(column.per).sum()) if column.per != "sample" else self.num_samples
             if array.shape != (expected,):
-                raise DataError(f"column {name} of rollout {self.rollout_id} has shape {array.shape}, expected ({expected},): "
-                                f"one entry per {column.per} of {self.num_samples} samples")
+                raise DataError(
+                    f"column {name} of rollout {self.rollout_id} has shape {array.shape}, expected ({expected},): "
+                    f"one entry per {column.per} of {self.num_samples} samples"
+                )
             if array.dtype != column.dtype:
                 raise DataError(f"column {name} of rollout {self.rollout_id} is {array.dtype}, expected {np.dtype(column.dtype)}")
 
@@ -101,7 +103,8 @@ class RolloutBatch:
     @property
     def total_lens(self) -> np.ndarray:
         """Prompt plus response tokens of each sample, int64 [S]."""
-        return self.prompt_lens + self.response_lens
+        lengths: np.ndarray = self.prompt_lens + self.response_lens
+        return lengths
 
     @property
     def trainable_tokens(self) -> np.ndarray:
@@ -139,11 +142,16 @@ class RolloutBatch:
         index = {per: self.flat_index(rows, per) for per in ("sample", "prompt_token", "response_token")}
         if self.support_ids is not None:
             index["support_id"] = self.flat_index(rows, "support_id")
-        chosen = {name: getattr(self, name)[index[column.per]] for name, column in COLUMNS.items() if getattr(self, name) is not None}
-        return replace(self, **{name: chosen.get(name) for name in COLUMNS})
+        chosen = {
+            name: getattr(self, name)[index[column.per]] for name, column in COLUMNS.items() if getattr(self, name) is not None
+        }
+        return self._replaced({name: chosen.get(name) for name in COLUMNS})
 
     def with_columns(self, **columns: np.ndarray) -> "RolloutBatch":
         """A copy with these columns set; lengths and dtypes are checked."""
+        return self._replaced(columns)
+
+    def _replaced(self, columns: Mapping[str, Any]) -> "RolloutBatch":
         return replace(self, **columns)
 
     def with_parts(self, parts: Iterable[ColumnPart | None]) -> "RolloutBatch":
@@ -151,21 +159,25 @@ class RolloutBatch:
 
         Parts of ranks that hold no result are None. Raises DataError when a sample is missing or given twice.
         """
-        parts = [part for part in parts if part is not None]
-        names = sorted({name for part in parts for name in part.columns})
+        given = [part for part in parts if part is not None]
+        names = sorted({name for part in given for name in part.columns})
         merged: dict[str, np.ndarray] = {}
         for name in names:
             column = COLUMNS[name]
-            owners = [part for part in parts if name in part.columns]
+            owners = [part for part in given if name in part.columns]
             rows = np.concatenate([part.rows for part in owners])
             if len(rows) != self.num_samples or len(np.unique(rows)) != self.num_samples:
-                raise DataError(f"column {name} of rollout {self.rollout_id}: ranks returned {len(rows)} samples "
-                                f"({len(np.unique(rows))} different) for {self.num_samples}")
+                raise DataError(
+                    f"column {name} of rollout {self.rollout_id}: ranks returned {len(rows)} samples "
+                    f"({len(np.unique(rows))} different) for {self.num_samples}"
+                )
             index = self.flat_index(rows, column.per)
             values = np.concatenate([part.columns[name] for part in owners])
             if len(values) != len(index):
-                raise DataError(f"column {name} of rollout {self.rollout_id}: ranks returned {len(values)} entries for {len(index)}")
-            whole = np.empty(len(index), column.dtype)
+                raise DataError(
+                    f"column {name} of rollout {self.rollout_id}: ranks returned {len(values)} entries for {len(index)}"
+                )
+            whole: np.ndarray = np.empty(len(index), column.dtype)
             whole[index] = values
             merged[name] = whole
         return self.with_columns(**merged)
@@ -178,8 +190,10 @@ class RolloutBatch:
             raise DataError(f"samples {unrewarded[:5]} of rollout {rollout_id} have no reward")
         restricted = [s.support is not None for s in samples]
         if any(restricted) and not all(restricted):
-            raise DataError(f"sample {samples[restricted.index(False)].sample_id} of rollout {rollout_id} has no recorded "
-                            "support while others have: the engine must return it for every sample")
+            raise DataError(
+                f"sample {samples[restricted.index(False)].sample_id} of rollout {rollout_id} has no recorded "
+                "support while others have: the engine must return it for every sample"
+            )
         per_sample = {
             "sample_ids": [s.sample_id for s in samples],
             "group_ids": [s.group_id for s in samples],
@@ -198,7 +212,7 @@ class RolloutBatch:
         if any(restricted):
             ragged["support_counts"] = [s.support.counts for s in samples if s.support is not None]
             ragged["support_ids"] = [s.support.ids for s in samples if s.support is not None]
-        columns = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
+        columns: dict[str, np.ndarray] = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
         columns |= {name: _concatenate(pieces, COLUMNS[name].dtype) for name, pieces in ragged.items()}
         return RolloutBatch(rollout_id=rollout_id, **columns)
 
@@ -215,8 +229,9 @@ def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def _segment_sum(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    sums = np.concatenate(([0], np.cumsum(values)))
-    return sums[offsets[1:]] - sums[offsets[:-1]]
+    sums: np.ndarray = np.concatenate(([0], np.cumsum(values)))
+    per_segment: np.ndarray = sums[offsets[1:]] - sums[offsets[:-1]]
+    return per_segment
 
 
 def _declared_columns() -> dict[str, Column]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why generation ended. LENGTH includes turn and context caps; ABORT never trains as STOP."""
 
     STOP = "stop"

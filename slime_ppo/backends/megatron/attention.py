@@ -7,7 +7,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]
     """softmax(q k^T * scale) v, causal within each sequence of a THD pack; grouped queries.
 
     q, k, v are scattered into one padded SDPA call and gathered back: much faster on a CPU than one call per sequence,

@@ -72,8 +72,7 @@ class _NullStream:
     def __enter__(self) -> "_NullStream":
         return self
 
-    def __exit__(self, *_: object) -> bool:
-        return False
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _fake_cuda() -> types.ModuleType:

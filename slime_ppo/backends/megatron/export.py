@@ -36,7 +36,9 @@ class WeightExporter:
     def _specs_of(self, rule: Rule, parameter: torch.Tensor) -> list[TensorSpec]:
         shards = [torch.empty(parameter.shape, device="meta", dtype=parameter.dtype)] * self._tp_size
         dtype = str(parameter.dtype).removeprefix("torch.")
-        return [TensorSpec(name, tuple(whole.shape), dtype) for name, whole in zip(rule.hf, self._unshard(rule, shards), strict=True)]
+        return [
+            TensorSpec(name, tuple(whole.shape), dtype) for name, whole in zip(rule.hf, self._unshard(rule, shards), strict=True)
+        ]
 
     def _unshard(self, rule: Rule, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         shape = self._table.shape

@@ -26,7 +26,9 @@ def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[M
 
         def collect(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
             flat = output[0]
-            columns = head(micro_batch, flat.index_select(0, micro_batch.positions), flat.index_select(0, micro_batch.last_positions))
+            columns = head(
+                micro_batch, flat.index_select(0, micro_batch.positions), flat.index_select(0, micro_batch.last_positions)
+            )
             collected.append({name: column.cpu() for name, column in columns.items()})
             return _schedule_result(flat.new_zeros(()))
 
@@ -79,7 +81,9 @@ def _schedule_result(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, di
     return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
 
-def _run(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], step: Callable[..., object], *, forward_only: bool) -> None:
+def _run(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], step: Callable[..., object], *, forward_only: bool
+) -> None:
     get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(micro_batches),

@@ -43,7 +43,7 @@ class HostAdam(torch.optim.Optimizer):
                 continue
             adam(
                 params,
-                [p.grad for p in params],  # type: ignore[misc]
+                [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],

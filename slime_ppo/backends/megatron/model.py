@@ -84,9 +84,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def build_model(
-    shape: ModelShape, config: TransformerConfig, *, head: Head, make_vocab_size_divisible_by: int
-) -> GPTModel:
+def build_model(shape: ModelShape, config: TransformerConfig, *, head: Head, make_vocab_size_divisible_by: int) -> GPTModel:
     """The model of this rank with random weights; `load_hf_weights` fills it."""
     vocab = padded_vocab_size(
         shape.vocab_size, divisible_by=make_vocab_size_divisible_by, tp_size=config.tensor_model_parallel_size

@@ -18,16 +18,17 @@ from slime_ppo.backends.megatron.optimizer import (
     zero_gradients,
 )
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.conversion.hf_io import HfWeights
-from slime_ppo.conversion.table import ConversionTable, Head as HeadKind
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.conversion.hf_io import HfWeights
+from slime_ppo.conversion.table import ConversionTable
+from slime_ppo.conversion.table import Head as HeadKind
 from slime_ppo.data.pack import pack_micro_batch
 from slime_ppo.data.schedule import split_rows
 from slime_ppo.parallel.worker_settings import WorkerSettings
-from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.ppo_utils.aggregate import masked_sum
 from slime_ppo.ppo_utils.denominator import make_denominator
 from slime_ppo.ppo_utils.packed import require_finite
+from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart, RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
@@ -72,9 +73,7 @@ class MegatronRole:
             micro_batch_size=self.settings.batch.micro_batch_size,
             max_tokens=self.settings.batch.max_tokens,
         )
-        return [
-            pack_micro_batch(batch, share, multiple=self.layout.tp_size, device=self.device) for share in shares[self.dp_rank]
-        ]
+        return [pack_micro_batch(batch, share, multiple=self.layout.tp_size, device=self.device) for share in shares[self.dp_rank]]
 
     def columns(self, micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
         """A pass without gradients over this rank's micro-batches. Collective."""

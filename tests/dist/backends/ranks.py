@@ -1,0 +1,243 @@
+"""What the tests of the Megatron backend run on each rank of the pool."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime_ppo.backends.megatron.device import prepare_megatron
+
+prepare_megatron("cpu")
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
+
+from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
+from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
+from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
+from slime_ppo.backends.megatron.model import first_layer, padded_vocab_size  # noqa: E402
+from slime_ppo.backends.megatron.optimizer import StepOutcome  # noqa: E402
+from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
+from slime_ppo.conversion.shard import unshard  # noqa: E402
+from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled  # noqa: E402
+from slime_ppo.types.stats import Stats, merge_stats  # noqa: E402
+from slime_ppo.types.step_plan import StepPlan  # noqa: E402
+from slime_ppo.weight_sync.bucket import plan_buckets  # noqa: E402
+from tests.dist.backends.cases import Case  # noqa: E402
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """What one role did, as every rank sees it: statistics merged over ranks, and whole HF tensors."""
+
+    steps: list[dict[str, float]]
+    gradients: list[Tensors]
+    weights: Tensors
+    replicas_equal: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """One iteration."""
+
+    columns: dict[str, np.ndarray]
+    log_prob_stats: dict[str, float]
+    advantage_stats: dict[str, float]
+    actor: RoleReport
+    critic: RoleReport
+
+
+def _start(case: Case) -> tuple[ActorRole, CriticRole]:
+    """Both roles in this process: the actor brings up the ranks as in production, the critic joins what stands."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    actor = ActorRole(case.settings(rank, "actor"), case.ppo, case.temperature)
+    with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device("cpu")):
+        return actor, CriticRole(case.settings(rank, "critic"), case.ppo)
+
+
+def _gathered(value: object) -> list:
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _merged(batch: RolloutBatch, part: ColumnPart | None, stats: Stats) -> tuple[RolloutBatch, dict[str, float]]:
+    return batch.with_parts(_gathered(part)), merge_stats(_gathered(stats)).result()
+
+
+def _whole(role: MegatronRole, local: Callable[[torch.nn.Parameter], torch.Tensor]) -> Tensors:
+    """A tensor per parameter as whole HF tensors."""
+    group, shape, whole = parallel_state.get_tensor_model_parallel_group(), role.shape, {}
+    for name, parameter in role.model.named_parameters():
+        rule = role.table.rule(name, first_layer(role.model))
+        shards = [torch.empty_like(local(parameter)) for _ in range(group.size())]
+        dist.all_gather(shards, local(parameter).contiguous(), group=group)
+        parts = unshard(
+            rule.split,
+            shards,
+            num_query_groups=shape.num_query_groups,
+            num_heads=shape.num_attention_heads,
+            vocab_size=shape.vocab_size,
+        )
+        whole |= {hf: part.clone().numpy() for hf, part in zip(rule.hf, parts, strict=True)}
+    return whole
+
+
+def _whole_gradients(role: MegatronRole) -> Tensors:
+    """After the reduce-scatter a rank's buffer is valid in its own shard alone, so the shards are gathered, into a copy."""
+    chunk = role.chunks[0]
+    kept = [buffer.grad_data.clone() for buffer in chunk.buffers]
+    for bucket_group in chunk.bucket_groups:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        for bucket in bucket_group.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    gradients = _whole(role, lambda parameter: parameter.main_grad)
+    for buffer, own in zip(chunk.buffers, kept, strict=True):
+        buffer.grad_data.copy_(own)
+    return gradients
+
+
+def _replicas_equal(role: MegatronRole, weights: Tensors) -> bool:
+    """Whole tensors on all ranks, and replicated parameters (norms, value head) over tensor parallel ranks, bit for bit."""
+    replicated = {
+        name: parameter.detach().numpy().copy()
+        for name, parameter in role.model.named_parameters()
+        if len(role.table.rule(name, first_layer(role.model)).hf) == 1 and not getattr(parameter, "tensor_model_parallel", False)
+    }
+    everything = _gathered(weights | replicated)
+    return all(np.array_equal(other[name], everything[0][name]) for other in everything for name in everything[0])
+
+
+def _train(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan, case: Case) -> RoleReport:
+    gradients: list[Tensors] = []
+    apply = role.apply
+
+    def apply_and_record(lr: float) -> StepOutcome:
+        gradients.append(_whole_gradients(role))
+        return apply(lr)
+
+    stats: list[Stats] = []
+    with patch.object(role, "apply", apply_and_record):
+        if case.offload_between:
+            for step in plan.steps:
+                _sleep(role)
+                stats += role.train(batch, replace(plan, steps=(step,)), [case.lr])
+        else:
+            stats = role.train(batch, plan, [case.lr] * len(plan.steps))
+    steps = [merge_stats(ranks).result() for ranks in zip(*_gathered(stats), strict=True)]
+    weights = _whole(role, lambda parameter: parameter.data)
+    return RoleReport(steps, gradients, weights, _replicas_equal(role, weights))
+
+
+def _sleep(role: MegatronRole) -> None:
+    role.memory.offload()
+    left = role.memory.resident_bytes()
+    if left or role.memory.awake:
+        raise AssertionError(f"{left} bytes of the trainer are still there after the offload")
+    role.memory.wake()
+
+
+def iteration(case: Case, batch: RolloutBatch, plan: StepPlan, noise: float = 0.0) -> Report:
+    """Log-probs, advantages, and all planned steps of both roles.
+
+    `noise` moves old log-probs and values after they were computed, alike in every layout, so that ratios and values of the
+    very first step reach their clips.
+    """
+    actor, critic = _start(case)
+    if case.offload_between:  # before the first step there is no optimizer state yet
+        _sleep(actor)
+        _sleep(critic)
+    batch, log_prob_stats = _merged(batch, *actor.compute_log_probs(batch))
+    batch, advantage_stats = _merged(batch, *critic.compute_advantages(batch, case.ppo.kl_coef))
+    scored = batch
+    if noise:
+        rng = np.random.default_rng(9)
+        moved = {
+            name: filled(getattr(batch, name)) + (noise * rng.standard_normal(len(batch.loss_mask))).astype(np.float32)
+            for name in ("old_log_probs", "values")
+        }
+        batch = batch.with_columns(**moved)
+    names = ("old_log_probs", "old_full_log_probs", "ref_log_probs", "entropy", "values", "bootstrap_values")
+    names += ("token_rewards", "returns", "advantages")
+    columns = {name: getattr(scored, name) for name in names if getattr(scored, name) is not None}
+    critic_report = _train(critic, batch, plan, case)
+    return Report(columns, log_prob_stats, advantage_stats, _train(actor, batch, plan, case), critic_report)
+
+
+def train_columns(case: Case, batch: RolloutBatch, plan: StepPlan) -> tuple[RoleReport, RoleReport]:
+    """(actor, critic) trained on the columns that `batch` brings."""
+    actor, critic = _start(case)
+    return _train(actor, batch, plan, case), _train(critic, batch, plan, case)
+
+
+def log_probs(case: Case, batch: RolloutBatch) -> dict[str, np.ndarray]:
+    """Old log-probs by sample id of this rank's samples."""
+    actor, _ = _start(case)
+    part, _ = actor.compute_log_probs(batch)
+    return {} if part is None else dict(part.columns)
+
+
+def advantages(case: Case, batch: RolloutBatch) -> None:
+    _, critic = _start(case)
+    critic.compute_advantages(batch, case.ppo.kl_coef)
+
+
+def logits(case: Case, batch: RolloutBatch) -> np.ndarray:
+    """Logits [N, V] at the positions that predict the response tokens, the padding of the vocabulary cut off."""
+    actor, _ = _start(case)
+    micro_batches = actor.micro_batches(batch, np.arange(batch.num_samples))
+    part = actor.columns(micro_batches, lambda _, own, __: {"logits": gather_from_tensor_model_parallel_region(own)})
+    return part.columns["logits"][:, : actor.shape.vocab_size]
+
+
+def export(case: Case, bucket_bytes: int) -> tuple[list[Tensors], list[str]]:
+    """The actor's tensors bucket by bucket, and the names of the manifest."""
+    exporter = _exporter(_start(case)[0])
+    buckets = [exporter.gather(bucket) for bucket in plan_buckets(exporter.specs, bucket_bytes)]
+    return [{name: tensor.numpy() for name, tensor in bucket.items()} for bucket in buckets], [s.name for s in exporter.specs]
+
+
+def save(case: Case, folders: Mapping[str, str], bucket_bytes: int) -> None:
+    """Both roles' HF folders."""
+    for role in _start(case):
+        kind = "actor" if isinstance(role, ActorRole) else "critic"
+        save_hf_folder(
+            _exporter(role),
+            folders[kind],
+            source=role.settings.model.hf_folder,
+            bucket_bytes=bucket_bytes,
+            writes=role.settings.rank.rank == 0,
+        )
+
+
+def _exporter(role: MegatronRole) -> WeightExporter:
+    return WeightExporter(role.model, role.table)
+
+
+def reference_swap(case: Case) -> tuple[bool, bool, int]:
+    """(the weights are those of before after the swap, they differ inside it, number of parameters)."""
+    actor, _ = _start(case)
+    before = {name: parameter.detach().clone() for name, parameter in actor.model.named_parameters()}
+
+    def equal() -> bool:
+        return all(torch.equal(parameter, before[name]) for name, parameter in actor.model.named_parameters())
+
+    if actor.reference is None:
+        raise AssertionError("the case keeps no reference")
+    try:
+        with actor.reference.swapped_in():
+            inside = equal()
+            raise KeyError("a pass that fails must not leave the reference in the policy's place")
+    except KeyError:
+        return equal(), not inside, len(before)
+
+
+def padded_sizes(sizes: Sequence[tuple[int, int, int]]) -> list[int]:
+    return [padded_vocab_size(vocab, divisible_by=by, tp_size=tp) for vocab, by, tp in sizes]

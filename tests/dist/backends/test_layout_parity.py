@@ -1,0 +1,189 @@
+"""Every layout and every cut into micro-batches computes what one rank computes (SEMANTICS 9), on real gloo ranks.
+
+Each layout also cuts its samples differently, so that both are compared at once. Old log-probs and values are moved by noise
+after they were computed, so that ratios and values reach their clips in the first step.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.parallel.layout import ParallelLayout
+from slime_ppo.parallel.worker_settings import BatchSettings
+from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan
+from tests.dist.backends.conftest import CaseMaker
+from tests.dist.backends.compare import gradient_error, relative
+from tests.helpers.rank_pool import RankPool
+
+NOISE = 0.2
+# of the three steps: the first starts from equal weights, the others from weights that differ by what Adam makes of rounding
+STEP_TOLERANCES = (1e-5, 5e-5, 5e-5)
+CASES = {
+    "tied": (PpoConfig(kl_coef=0.1, value_clip=0.25, eps_clip_c=1.5), True, 1.0),
+    "untied": (
+        PpoConfig(
+            loss_reduction="seq-mean-token-mean",
+            use_kl_loss=True,
+            kl_loss_coef=0.3,
+            entropy_coef=0.02,
+            value_clip=0.25,
+            truncation_policy="bootstrap",
+            lambd_critic=0.8,
+        ),
+        False,
+        0.7,
+    ),
+    "support": (PpoConfig(loss_reduction="seq-mean-token-sum", kl_coef=0.2, value_clip=0.0, gamma=0.9), True, 1.3),
+    "step_whitened": (
+        PpoConfig(
+            loss_reduction="seq-mean-token-sum-norm",
+            loss_length_norm=7.0,
+            whiten_domain="step",
+            use_kl_loss=True,
+            kl_loss_coef=0.2,
+            kl_loss_type="k2",
+            value_clip=0.25,
+        ),
+        True,
+        1.0,
+    ),
+}
+LAYOUTS = {
+    "one_rank_single": (ParallelLayout(1), BatchSettings(1, None)),
+    "dp2": (ParallelLayout(2), BatchSettings(1, None)),
+    "tp2": (ParallelLayout(2, tp_size=2), BatchSettings(100, None)),
+    "tp2_dp2": (ParallelLayout(4, tp_size=2), BatchSettings(None, 20)),
+}
+
+
+@pytest.fixture(scope="session")
+def one_rank_reports() -> dict[str, object]:
+    """One-rank runs by case, filled on first use."""
+    return {}
+
+
+def _run(pool: RankPool, case: Case, name: str) -> list:
+    batch = make_batch(restricted=name == "support")
+    return pool.run(f"{RANKS}:iteration", world=case.layout.num_ranks, case=case, batch=batch, plan=make_plan(), noise=NOISE)
+
+
+def _assert_steps_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            absolute = 1e-6 if name in ("pg_loss", "loss") else 1e-9
+            assert own[name] == pytest.approx(value, rel=STEP_TOLERANCES[step], abs=absolute), f"{name} of step {step}"
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("name", list(CASES))
+def test_iteration_any_layout_and_cut_equals_one_rank(
+    megatron_pool: RankPool,
+    make_case: CaseMaker,
+    one_rank_reports: dict,
+    tmp_path: Path,
+    *,
+    name: str,
+    layout: str,
+) -> None:
+    ppo, tie, temperature = CASES[name]
+    case = make_case(ppo, tie=tie, temperature=temperature)
+    if name not in one_rank_reports:
+        one_rank_reports[name] = _run(megatron_pool, case, name)[0]
+    expected = one_rank_reports[name]
+    report = _run(megatron_pool, case.on(*LAYOUTS[layout], tmp_path), name)[0]
+    assert report.columns.keys() == expected.columns.keys()
+    for column, values in expected.columns.items():
+        assert relative(report.columns[column], values) <= 1e-5, column
+    for own, other in (
+        (report.log_prob_stats, expected.log_prob_stats),
+        (report.advantage_stats, expected.advantage_stats),
+    ):
+        assert own == pytest.approx(other, rel=1e-5, abs=1e-6)
+    for role in ("actor", "critic"):
+        own, other = getattr(report, role), getattr(expected, role)
+        _assert_steps_equal(own.steps, other.steps)
+        for step, tolerance in enumerate(STEP_TOLERANCES):
+            assert gradient_error(own.gradients[step], other.gradients[step]) <= tolerance, f"{role} step {step}"
+        for tensor, weights in other.weights.items():
+            error = np.abs(own.weights[tensor] - weights).max()
+            assert error <= 1e-2 * case.lr * len(other.steps), f"{role} {tensor}"
+        assert own.replicas_equal
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_iteration_cases_reach_the_branches_they_are_made_for(
+    megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict, name: str
+) -> None:
+    ppo, tie, temperature = CASES[name]
+    if name not in one_rank_reports:
+        one_rank_reports[name] = _run(megatron_pool, make_case(ppo, tie=tie, temperature=temperature), name)[0]
+    report = one_rank_reports[name]
+    assert sum(step["pg_clipfrac"] for step in report.actor.steps) > 0
+    assert all(step["grad_norm"] > 0 and step["skipped"] == 0 for step in report.actor.steps)
+    assert report.critic.steps[0]["grad_norm"] > 0
+    assert (sum(step["value_clipfrac"] for step in report.critic.steps) > 0) == (ppo.value_clip > 0)
+    # the plan has a sample without a trainable token and a step of one sample
+    batch = make_batch()
+    assert batch.trainable_tokens[3] == 0
+    masked = ~batch.loss_mask
+    assert not report.columns["advantages"][masked].any() and not report.columns["returns"][masked].any()
+
+
+def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:
+    from slime_ppo.data.schedule import split_rows
+
+    shares = split_rows(make_plan().steps[2].rows, make_batch().total_lens, dp_size=2, micro_batch_size=1)
+    assert [len(share) for share in shares] == [1, 1]
+    assert [len(share[0]) for share in shares] == [1, 0]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
+) -> None:
+    ppo = PpoConfig(kl_early_stop=1e-6, value_clip=0.25)
+    case = make_case(ppo, lr=1e-3)
+    one = _run(megatron_pool, case, "early_stop")[0]
+    reports = _run(megatron_pool, case.on(*LAYOUTS[layout], tmp_path), "early_stop")
+    expected = [(0.0, 0), (1.0, 1), (1.0, 0)]
+    for report in [one, *reports]:
+        assert [(step["skipped"], step.get("early_stopped", 0)) for step in report.actor.steps] == expected
+        assert [step["skipped"] for step in report.critic.steps] == [0.0, 0.0, 0.0]
+        assert len(report.actor.gradients) == 1 and len(report.critic.gradients) == 3
+        assert report.actor.replicas_equal
+    only_first = replace(make_plan(), steps=make_plan().steps[:1])
+    alone = megatron_pool.run(
+        f"{RANKS}:iteration",
+        world=1,
+        case=case.on(*LAYOUTS["one_rank_single"], tmp_path),
+        batch=make_batch(),
+        plan=only_first,
+        noise=NOISE,
+    )[0]
+    for tensor, weights in alone.actor.weights.items():
+        assert np.abs(reports[0].actor.weights[tensor] - weights).max() <= 1e-2 * case.lr, tensor
+
+
+@pytest.mark.parametrize("layout", ["one_rank_single", "dp2"])
+def test_log_prob_kl_rank_without_trainable_token_still_takes_part(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
+) -> None:
+    """Rows 3 (no trainable token) and 6 alone: with DP2 one of the ranks has nothing to learn from."""
+    case = make_case(PpoConfig(kl_coef=0.1, value_clip=0.25))
+    batch = make_batch().select([6, 3])
+    plan = replace(make_plan(), steps=(replace(make_plan().steps[0], rows=np.array([0, 1])),))
+    one = megatron_pool.run(f"{RANKS}:iteration", world=1, case=case, batch=make_batch().select([6]), plan=_single(plan))[0]
+    moved = case.on(*LAYOUTS[layout], tmp_path)
+    report = megatron_pool.run(f"{RANKS}:iteration", world=moved.layout.num_ranks, case=moved, batch=batch, plan=plan)[0]
+    assert gradient_error(report.actor.gradients[0], one.actor.gradients[0]) <= 1e-5
+    assert gradient_error(report.critic.gradients[0], one.critic.gradients[0]) <= 1e-5
+    assert report.advantage_stats == pytest.approx(one.advantage_stats, rel=1e-5)
+    assert report.log_prob_stats == pytest.approx(one.log_prob_stats, rel=1e-5)
+
+
+def _single(plan: object) -> object:
+    return replace(plan, steps=(replace(plan.steps[0], rows=np.array([0])),))  # type: ignore[type-var,attr-defined]

@@ -1,0 +1,96 @@
+"""Whole runs of scripts/train_ppo.py: most join one Ray cluster that lasts for the test run."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CPUS_OF_CLUSTER = 2
+
+# small and quick: 4 rollouts of 16 samples, one of them critic only, two optimizer steps each
+SMALL = (
+    "--num-rollout", "4", "--rollout-batch-size", "16", "--global-batch-size", "16", "--micro-batch-size", "16",
+    "--num-critic-only-steps", "1", "--eval-interval", "0", "--no-save-hf",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Starts drivers. `environment` decides between the shared cluster and one of their own."""
+
+    model: Path
+    environment: Mapping[str, str] = field(repr=False)
+
+    def start(self, save: Path, *flags: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable, "scripts/train_ppo.py", "--config", "configs/quickstart_cpu.yaml",
+            "--hf-checkpoint", str(self.model), "--save", str(save), *flags,
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def finish(self, save: Path, *flags: str, timeout_s: float = 300) -> tuple[int, str]:
+        """(exit code, output) of a whole run."""
+        driver = self.start(save, *flags)
+        output, _ = driver.communicate(timeout=timeout_s)
+        return driver.returncode, output
+
+
+def metrics_of(save: Path) -> list[dict[str, float]]:
+    """One mapping per rollout: metrics, without times and rates."""
+    lines = (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if "/" in k and not k.startswith("perf/")} for line in lines]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def alive(processes: list[psutil.Process], wait_s: float) -> list[psutil.Process]:
+    """Those that are still running after at most `wait_s`."""
+    return psutil.wait_procs(processes, timeout=wait_s)[1]
+
+
+@pytest.fixture(scope="session")
+def glass_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "glass-en"
+    subprocess.run([sys.executable, "tools/convert_glass_to_hf.py", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def local_runs(glass_model: Path) -> Runs:
+    """Drivers that start a Ray cluster of their own."""
+    return Runs(glass_model, {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)})
+
+
+@pytest.fixture(scope="session")
+def joined_runs(local_runs: Runs) -> Iterator[Runs]:
+    """Drivers that join one cluster of CPUS_OF_CLUSTER CPUs."""
+    environment = dict(local_runs.environment) | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_raylet_start_wait_time_s": "180",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    head = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.ray_head", str(CPUS_OF_CLUSTER)],
+        cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert head.stdin is not None and head.stdout is not None
+    address = head.stdout.readline().strip()
+    assert address, "the Ray cluster of the tests did not start"
+    yield Runs(local_runs.model, environment | {"RAY_ADDRESS": address})
+    head.stdin.close()
+    head.wait(timeout=60)
