@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_ppo.errors import ConfigError
+from slime_ppo.orchestration.ray_console import quiet_ray
 from slime_ppo.parallel.worker_settings import DeviceKind
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class RayCluster:
         )
 
     def _connect(self) -> None:
+        quiet_ray()
         common: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
         if self._settings.address is not None:
             # the driver's environment does not reach the workers of a cluster that runs already

@@ -20,6 +20,9 @@ from tests.helpers.tiny_llama import make_tiny_llama
 
 VERSION = 7
 BOUNDARY = 1e-5
+"""Of probabilities: batch shapes change them by less."""
+MARGIN = 1e-4
+"""Of the draw's scores: two batch shapes may draw different tokens only where the best two are closer."""
 FULL = SamplingParams(max_new_tokens=12, temperature=0.7)
 RESTRICTED = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.8, top_k=12)
 
@@ -160,7 +163,7 @@ def test_generate_tokens_depend_on_own_seed_and_not_on_batch(harness: EngineHarn
         if len(differing) > 0:
             at = int(differing[0])
             full = reference.log_probs(request.prompt_ids, alone.response_ids, temperature=FULL.temperature)
-            assert harness.draw_margin(request, np.exp(full[at]), at) < BOUNDARY
+            assert harness.draw_margin(request, np.exp(full[at]), at) < MARGIN
     assert equal >= 14
 
 

@@ -29,18 +29,20 @@ class Runs:
     model: Path
     environment: Mapping[str, str] = field(repr=False)
 
-    def start(self, save: Path, *flags: str) -> subprocess.Popen[str]:
+    def start(self, save: Path, *flags: str, script: str = "scripts/train_ppo.py") -> subprocess.Popen[str]:
         command = [
-            sys.executable, "scripts/train_ppo.py", "--config", "configs/quickstart_cpu.yaml",
+            sys.executable, script, "--config", "configs/quickstart_cpu.yaml",
             "--hf-checkpoint", str(self.model), "--save", str(save), *flags,
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def finish(self, save: Path, *flags: str, timeout_s: float = 300) -> tuple[int, str]:
+    def finish(
+        self, save: Path, *flags: str, script: str = "scripts/train_ppo.py", timeout_s: float = 300
+    ) -> tuple[int, str]:
         """(exit code, output) of a whole run."""
-        driver = self.start(save, *flags)
+        driver = self.start(save, *flags, script=script)
         output, _ = driver.communicate(timeout=timeout_s)
         return driver.returncode, output
 

@@ -1,20 +1,24 @@
 """A run that cannot go on says why in one place, ends with the right code in time, and leaves nothing behind."""
 
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from tests.e2e.conftest import SMALL, Runs, alive, descendants
+from tests.e2e.conftest import CPUS_OF_CLUSTER, SMALL, Runs, alive, descendants
 
 ENDS_WITHIN_S = 15.0
 
 
-def wait_for_line(driver: object, text: str) -> str:
+def wait_for_line(driver: subprocess.Popen[str], text: str) -> str:
     """Read the driver's output until a line holds `text`."""
+    assert driver.stdout is not None
     seen = ""
-    for line in driver.stdout:  # type: ignore[attr-defined]
+    for line in driver.stdout:
         seen += line
         if text in line:
             return seen
@@ -51,3 +55,43 @@ def test_killed_rank_ends_a_local_run_with_role_rank_and_phase(local_runs: Runs,
     assert "critic rank 0 died during" in error and "rollout" in error
     assert "Traceback" not in output and "raylet" not in output
     assert alive(children, max(0.0, start + ENDS_WITHIN_S - time.monotonic())) == []
+
+
+def test_nan_weights_of_the_critic_name_role_rank_and_sample(joined_runs: Runs, tmp_path: Path) -> None:
+    broken = tmp_path / "nan-critic"
+    shutil.copytree(joined_runs.model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][:] = float("nan")
+    save_file(weights, broken / "model.safetensors")
+    code, output = joined_runs.finish(tmp_path / "run", *SMALL, "--critic-load", str(broken))
+    assert code == 1
+    [error] = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "values of sample 0 is nan" in error and "critic rank 0" in error and "rollout 0, values" in error
+    assert "Traceback" not in output
+    assert "NumericsError" in (tmp_path / "run" / "logs" / "critic-0.log").read_text()
+
+
+def test_reward_that_returns_none_names_the_sample(joined_runs: Runs, tmp_path: Path) -> None:
+    code, output = joined_runs.finish(
+        tmp_path / "run", *SMALL, "--custom-rm-path", "tests.helpers.reward_functions.none_for_the_third"
+    )
+    assert code == 1
+    [error] = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "rollout 0, reward" in error and "returned None" in error and "sample 2" in error and "--on-bad-sample" in error
+
+
+def test_more_ranks_than_the_cluster_has_cpus_is_refused_with_both_numbers(joined_runs: Runs, tmp_path: Path) -> None:
+    asked = CPUS_OF_CLUSTER + 2
+    code, output = joined_runs.finish(tmp_path / "run", *SMALL, "--actor-num-gpus-per-node", str(asked))
+    assert code == 2
+    assert f"asks for {asked} CPUs" in output and f"the cluster has {CPUS_OF_CLUSTER}" in output
+
+
+def test_weight_push_left_out_is_caught_by_the_log_prob_gap(joined_runs: Runs, tmp_path: Path) -> None:
+    flags = (*SMALL, "--max-logprob-gap", "1e-4", "--num-critic-only-steps", "0")
+    code, output = joined_runs.finish(tmp_path / "whole", *flags)
+    assert code == 0, output
+    code, output = joined_runs.finish(tmp_path / "skipped", *flags, script="tests/e2e/driver_without_second_push.py")
+    assert code == 1
+    [error] = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "rollout 1" in error and "more than --max-logprob-gap 0.0001" in error

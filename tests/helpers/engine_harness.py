@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_ppo.rollout.embedded.engine import EmbeddedEngine
-from slime_ppo.rollout.embedded.sampler import row_uniforms
 from slime_ppo.rollout.engine import RolloutEngine
 from slime_ppo.types.sample import GenerateRequest, SamplingParams
 from slime_ppo.weight_sync.bucket import pack_bucket, plan_buckets
@@ -24,8 +23,8 @@ BUCKET_BYTES = 64 * 1024
 @dataclass(frozen=True)
 class EngineHarness:
     """`push(folder, version)` brings a folder's weights; `push_partly` begins that push and ends it before the last bucket
-    (raising WeightSyncError); `draw_margin(request, probs, position)` is the distance of the draw of response token
-    `position` from the nearest border between two tokens, `probs` float64 [V] being the full distribution there."""
+    (raising WeightSyncError); `draw_margin(request, probs, position)` says how far the draw of response token `position` is
+    from another token, as a change of log-probs, `probs` float64 [V] being the full distribution there."""
 
     engine: RolloutEngine
     folder: Path
@@ -41,7 +40,7 @@ def embedded_harness(folder: Path) -> EngineHarness:
         folder=folder,
         push=lambda source, version: push_folder(engine, source, version),
         push_partly=lambda source, version: push_folder_partly(engine, source, version),
-        draw_margin=inverse_cdf_margin,
+        draw_margin=race_margin,
     )
 
 
@@ -72,10 +71,17 @@ def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in load_file(folder / "model.safetensors").items()}
 
 
-def inverse_cdf_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> float:
-    """The embedded engine takes the first token, in id order, whose cumulative probability passes the uniform."""
-    uniform = float(row_uniforms([request.seed], position + 1)[0, position])
-    return float(np.abs(np.cumsum(probs) - uniform).min())
+def race_scores(request: GenerateRequest, probs: np.ndarray, position: int) -> np.ndarray:
+    """float64 [V]: log p - log E; the embedded engine draws the best. Every step takes V numbers of the seed's generator."""
+    generator = torch.Generator().manual_seed(request.seed)
+    noise = [torch.empty(len(probs)).exponential_(generator=generator) for _ in range(position + 1)][position]
+    return np.asarray(np.log(probs) - np.log(noise.double().numpy()))
+
+
+def race_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> float:
+    """How far the best score is ahead of the second."""
+    second, best = np.sort(race_scores(request, probs, position))[-2:]
+    return float(best - second)
 
 
 class ReferenceModel:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from slime_ppo.rollout.embedded.sampler import Draw, row_uniforms, sampler_of
+from slime_ppo.rollout.embedded.sampler import Draw, sampler_of
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Support
 
 NO_TOKEN = -1
@@ -46,18 +46,17 @@ def decode(
     Ends early when every row is done; rows that are done go on computing, and what they draw is ignored. `aborted` is
     asked before every step; when it says yes, unfinished rows end with what they have and finish ABORT.
     """
-    sampling = requests[0].sampling
     device = model.device
     inputs = _lay_out(requests, model.config.max_position_embeddings, device)
-    num_steps = max(request.sampling.max_new_tokens for request in requests)
-    uniforms = row_uniforms([request.seed for request in requests], num_steps).to(device)
-    draw_next = sampler_of(sampling)
+    seeds = [request.seed for request in requests]
+    draw_next = sampler_of(requests[0].sampling, seeds, vocab_size=model.config.vocab_size, device=device)
     cache = DynamicCache(config=model.config)
     draws: list[Draw] = []
     ending = _Ending(torch.zeros_like(inputs.limits), torch.zeros_like(inputs.limits).bool(), torch.ones_like(inputs.limits).bool())
+    running = [True] * len(requests)
     tokens = inputs.prompts
     seen = 0
-    while bool(ending.running.any()) and not aborted():
+    while any(running) and not aborted():
         begin, seen = seen, seen + tokens.shape[1]
         logits = model(
             input_ids=tokens,
@@ -67,10 +66,11 @@ def decode(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        draw = draw_next(logits, uniforms[:, len(draws)])
+        draw = draw_next(logits, running)
         draws.append(draw)
         tokens = draw.tokens[:, None]
         ending = _end_rows(ending, inputs, tokens)
+        running = ending.running.tolist()
     return _results(requests, draws, ending, weight_version)
 
 

@@ -1,8 +1,13 @@
-"""Draw the next token of every row: one uniform number per row, inverse CDF.
+"""Draw the next token of every row by an exponential race: argmax over v of p_v / E_v, with E_v ~ Exp(1) per token id.
+
+The race is the Gumbel-max trick (Maddison, Tarlow, Minka 2014, "A* Sampling") with E_v = exp(-Gumbel_v). As the noise is
+tied to the token id, two distributions p and q draw different tokens with probability <= 2 TV / (1 + TV), TV their total
+variation distance (Moulton, Jiang 2018): runs of one seed whose logits differ by rounding, as those of two parallel
+layouts do, keep drawing the same tokens. An inverse CDF moves all V borders between tokens instead, and soon parts them.
 
 Shapes: B rows, V vocabulary, K candidates.
 
-A row's uniforms come from its own seed, so that they do not depend on the batch (SEMANTICS 14). The support is joint:
+A row's noise comes from its own seed, so that it does not depend on the batch (SEMANTICS 14). The support is joint:
 rank < top_k and (cumulative - own) <= top_p, both on the full softmax(logits / temperature), ties by the lower id.
 """
 
@@ -16,9 +21,6 @@ from slime_ppo.types.sample import SamplingParams
 
 FIRST_CANDIDATES = 64
 """A top-p support is looked for among this many most likely tokens, then among four times as many, and so on."""
-
-LARGEST_UNIFORM = 1.0 - 2.0**-52
-"""Keeps uniform * total strictly below total in float64, so that the draw never lands behind the last token."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,40 @@ class Draw:
     kept: Kept | None = None
 
 
-Sampler = Callable[[torch.Tensor, torch.Tensor], Draw]
-"""(logits [B, V], uniforms float64 [B]) -> Draw."""
+Sampler = Callable[[torch.Tensor, Sequence[bool]], Draw]
+"""(logits [B, V], running [B]) -> Draw. What it returns for a row that is not running means nothing."""
 
 
-def sampler_of(sampling: SamplingParams) -> Sampler:
-    """The sampler for these parameters. A greedy one has no use for top_k, top_p or the uniforms."""
+class RaceNoise:
+    """The exponential noise of every row, step after step, in one buffer on `device`.
+
+    Row i depends on seeds[i] and on how many steps it ran, on nothing else. A CPU generator reads the low 32 bits of a seed.
+    """
+
+    def __init__(self, seeds: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self._noise = torch.ones(len(seeds), vocab_size, device=device)
+        self._rows = self._noise.unbind()
+
+    def step(self, running: Sequence[bool]) -> torch.Tensor:
+        """float32 [B, V] > 0, drawn anew for running rows. Valid until the next step, which overwrites it."""
+        for row, generator, draws in zip(self._rows, self._generators, running, strict=True):
+            if draws:
+                row.exponential_(generator=generator)
+        return self._noise
+
+
+def sampler_of(sampling: SamplingParams, seeds: Sequence[int], *, vocab_size: int, device: torch.device) -> Sampler:
+    """The sampler for these parameters and one seed per row. A greedy one has no use for top_k, top_p or the seeds."""
     if sampling.greedy:
-        return lambda logits, uniforms: draw_greedy(logits)
+        return lambda logits, running: draw_greedy(logits)
+    noise = RaceNoise(seeds, vocab_size, device)
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if sampling.restricted:
-        return lambda logits, uniforms: draw_restricted(
-            logits, uniforms, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+        return lambda logits, running: draw_restricted(
+            logits, noise.step(running), temperature=temperature, top_k=top_k, top_p=top_p
         )
-    return lambda logits, uniforms: draw_full(logits, uniforms, temperature=sampling.temperature)
-
-
-def row_uniforms(seeds: Sequence[int], num_tokens: int) -> torch.Tensor:
-    """float64 [B, num_tokens] in [0, 1): row i depends on seeds[i] alone, and more tokens only append numbers."""
-    drawn = [np.random.Generator(np.random.Philox(seed)).random(num_tokens) for seed in seeds]
-    return torch.from_numpy(np.minimum(np.stack(drawn), LARGEST_UNIFORM))
+    return lambda logits, running: draw_full(logits, noise.step(running), temperature=temperature)
 
 
 def draw_greedy(logits: torch.Tensor) -> Draw:
@@ -66,19 +83,22 @@ def draw_greedy(logits: torch.Tensor) -> Draw:
     return Draw(tokens=best.indices, log_probs=best.values)
 
 
-def draw_full(logits: torch.Tensor, uniforms: torch.Tensor, *, temperature: float) -> Draw:
-    """A token of softmax(logits / temperature) with its log-prob."""
+def draw_full(logits: torch.Tensor, noise: torch.Tensor, *, temperature: float) -> Draw:
+    """A token of softmax(logits / temperature) with its log-prob; `noise` float32 [B, V] ~ Exp(1)."""
     log_probs = _log_softmax(logits, temperature)
-    tokens = _inverse_cdf(log_probs.exp(), uniforms)
+    tokens = _race(log_probs.exp(), noise)
     return Draw(tokens=tokens.squeeze(-1), log_probs=log_probs.gather(-1, tokens).squeeze(-1))
 
 
-def draw_restricted(logits: torch.Tensor, uniforms: torch.Tensor, *, temperature: float, top_k: int, top_p: float) -> Draw:
-    """A token of softmax(logits / temperature) renormalised over the joint support, its log-prob there, and the support."""
+def draw_restricted(logits: torch.Tensor, noise: torch.Tensor, *, temperature: float, top_k: int, top_p: float) -> Draw:
+    """A token of softmax(logits / temperature) renormalised over the joint support, its log-prob there, and the support.
+
+    `noise` float32 [B, V] ~ Exp(1) is looked up by token id: two tokens that swap ranks do not swap their noise.
+    """
     log_probs = _log_softmax(logits, temperature)
     probs = log_probs.exp()
     ids, keep = _joint_support(probs, top_k, top_p)
-    places = _inverse_cdf(probs.gather(-1, ids).masked_fill(~keep, 0.0), uniforms)
+    places = _race(probs.gather(-1, ids).masked_fill(~keep, 0.0), noise.gather(-1, ids))
     kept_log_probs = log_probs.gather(-1, ids).masked_fill(~keep, float("-inf"))
     drawn = kept_log_probs.gather(-1, places) - kept_log_probs.logsumexp(-1, keepdim=True)
     kept = Kept(ids=ids[keep].to(torch.int32).cpu().numpy(), counts=keep.sum(-1, dtype=torch.int32).cpu().numpy())
@@ -89,12 +109,12 @@ def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits.float() / temperature).log_softmax(-1)
 
 
-def _inverse_cdf(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """First place whose cumulative probability passes uniform * total, int64 [B, 1]; one of probability 0 is never drawn."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    places = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
-    # Only a row with NaN ends behind the last place; its log-prob is NaN too and is refused by check_results.
-    return places.clamp_(max=probs.shape[-1] - 1)
+def _race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Place of the winner, int64 [B, 1]; proportional weights race alike, and one of weight 0 never wins.
+
+    A row with NaN has some winner too; its log-prob is NaN and is refused by check_results.
+    """
+    return (weights / noise).argmax(-1, keepdim=True)
 
 
 def _joint_support(probs: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:

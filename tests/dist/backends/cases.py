@@ -127,3 +127,18 @@ def _with_supports(batch: RolloutBatch, rng: np.random.Generator) -> RolloutBatc
 def make_plan() -> StepPlan:
     """Three steps of 3, 3 and 1 samples; two samples of one trajectory share a step."""
     return StepPlan(5, tuple(Step(0, index, np.array(rows)) for index, rows in enumerate(STEP_ROWS)))
+
+
+def make_scored_batch(seed: int = 0) -> RolloutBatch:
+    """`make_batch` with the columns that training needs, random but plausible, 0 at masked tokens."""
+    rng, batch = np.random.default_rng(seed + 100), make_batch(seed=seed)
+    num = len(batch.loss_mask)
+    columns = {
+        "old_log_probs": rng.normal(-4, 1, num),
+        "advantages": rng.normal(0, 1, num),
+        "values": rng.normal(0, 0.3, num),
+        "returns": rng.normal(0, 1, num),
+    }
+    return batch.with_columns(
+        **{name: np.where(batch.loss_mask, values, 0.0).astype(np.float32) for name, values in columns.items()}
+    )

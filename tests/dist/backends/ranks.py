@@ -55,6 +55,7 @@ class Report:
 def _start(case: Case) -> tuple[ActorRole, CriticRole]:
     """Both roles in this process: the actor brings up the ranks as in production, the critic joins what stands."""
     rank = dist.get_rank()
+    dist.barrier()  # a rank that left the pool's group while another still connects to it would leave that one hanging
     dist.destroy_process_group()
     actor = ActorRole(case.settings(rank, "actor"), case.ppo, case.temperature)
     with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device("cpu")):
@@ -136,12 +137,24 @@ def _train(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan, ca
     return RoleReport(steps, gradients, weights, _replicas_equal(role, weights))
 
 
+def _held_bytes(role: MegatronRole) -> int:
+    """Bytes of parameters, gradients, main parameters and moments, counted by storage without the product's own counter."""
+    tensors = [tensor for p in role.model.parameters() for tensor in (p.data, p.main_grad)]
+    for part in role.optimizer.chained_optimizers:
+        tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
+        tensors += [value for state in part.optimizer.state.values() for value in state.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().size() for t in tensors}.values())
+
+
 def _sleep(role: MegatronRole) -> None:
+    awake = _held_bytes(role)
     role.memory.offload()
-    left = role.memory.resident_bytes()
-    if left or role.memory.awake:
-        raise AssertionError(f"{left} bytes of the trainer are still there after the offload")
+    role.memory.offload()  # a second one does nothing
+    asleep = _held_bytes(role), role.memory.resident_bytes(), role.memory.awake
     role.memory.wake()
+    role.memory.wake()
+    if asleep != (0, 0, False) or not role.memory.awake or awake == 0 or _held_bytes(role) != awake:
+        raise AssertionError(f"held {awake} bytes awake, {asleep} asleep (bytes, bytes, awake), {_held_bytes(role)} after the wake")
 
 
 def iteration(case: Case, batch: RolloutBatch, plan: StepPlan, noise: float = 0.0) -> Report:
@@ -175,6 +188,12 @@ def train_columns(case: Case, batch: RolloutBatch, plan: StepPlan) -> tuple[Role
     """(actor, critic) trained on the columns that `batch` brings."""
     actor, critic = _start(case)
     return _train(actor, batch, plan, case), _train(critic, batch, plan, case)
+
+
+def train_actor_steps(case: Case, batch: RolloutBatch, plan: StepPlan) -> list[dict[str, float]]:
+    """What this rank alone reports of the actor's steps."""
+    actor, _ = _start(case)
+    return [stats.result() for stats in actor.train(batch, plan, [case.lr] * len(plan.steps))]
 
 
 def log_probs(case: Case, batch: RolloutBatch) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from slime_ppo.rollout.embedded.decode import decode
 from slime_ppo.rollout.embedded.model import load_causal_lm
 from slime_ppo.rollout.engine import check_results
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams
-from tests.helpers.engine_harness import make_requests
+from tests.helpers.engine_harness import ReferenceModel, joint_support, make_requests, race_scores
 from tests.helpers.tiny_llama import make_tiny_llama
 
 SAMPLING = SamplingParams(max_new_tokens=10)
@@ -48,6 +49,24 @@ def test_decode_padded_batch_log_probs_equal_single_rows(model: PreTrainedModel)
         (alone,) = _decode(model, [request])
         np.testing.assert_array_equal(alone.response_ids, together.response_ids)
         np.testing.assert_allclose(alone.log_probs, together.log_probs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_decode_tokens_win_the_race_of_their_seed_under_an_independent_forward(tmp_path: Path, top_k: int) -> None:
+    folder = make_tiny_llama(tmp_path, max_position=24)
+    sampling = replace(SAMPLING, top_k=top_k)
+    requests = make_requests(6, sampling)
+    requests = [
+        replace(r, sampling=replace(sampling, max_new_tokens=limit)) for r, limit in zip(requests, range(5, 11), strict=True)
+    ]
+    served = load_causal_lm(folder, dtype="float32", device="cpu", trust_remote_code=False)
+    reference = ReferenceModel(folder)
+    for request, result in zip(requests, _decode(served, requests), strict=True):
+        full = np.exp(reference.log_probs(request.prompt_ids, result.response_ids, temperature=1.0))
+        for position, (token, probs) in enumerate(zip(result.response_ids, full, strict=True)):
+            scores = race_scores(request, probs, position)
+            support = joint_support(probs, top_k=top_k, top_p=1.0)
+            assert scores[token] >= scores[support].max() - 1e-4
 
 
 def test_decode_runs_one_prefill_and_one_step_per_further_token(model: PreTrainedModel) -> None:
