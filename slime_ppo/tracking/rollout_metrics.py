@@ -36,7 +36,10 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """What the driver knows of a rollout before any rank has seen it."""
     lengths = batch.response_lens
     cut = batch.finish == FINISH_CODES.index(FinishReason.LENGTH)
-    return {
+    supports = {}
+    if batch.support_counts is not None:
+        supports = {"rollout/one_token_supports": float((batch.support_counts[batch.loss_mask] == 1).mean())}
+    return supports | {
         "rollout/raw_reward": float(batch.rewards.mean(dtype=np.float64)),
         "rollout/raw_reward_std": float(batch.rewards.std(dtype=np.float64)),
         "rollout/response_len/mean": float(lengths.mean()),

@@ -45,7 +45,7 @@ def wrap_model(model: GPTModel, config: TransformerConfig) -> list[DistributedDa
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, bf16: bool) -> ChainedOptimizer:
-    """Adam with state sharded over the data-parallel ranks."""
+    """Adam with state sharded over the data-parallel ranks. Weight decay leaves out vectors (norm weights), Megatron's rule."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,
@@ -58,7 +58,11 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: Optimiz
         use_distributed_optimizer=True,
         bf16=bf16,
     )
-    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron leaves this product to its own LR scheduler, which we do not use
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
