@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_ppo.errors import CheckpointError
@@ -33,7 +33,7 @@ class HfWeights(Mapping[str, torch.Tensor]):
     def _find_files(self) -> dict[str, str]:
         index = self.folder / INDEX_FILE
         if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = _weight_map(index)
             for file in sorted(set(weight_map.values())):
                 if not (self.folder / file).is_file():
                     raise CheckpointError(
@@ -46,8 +46,11 @@ class HfWeights(Mapping[str, torch.Tensor]):
                 f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a local Hugging Face folder "
                 "with safetensors weights"
             )
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE_FILE)
+        try:
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
+        except SafetensorError as error:
+            raise CheckpointError(f"{single} cannot be read ({error}): download or convert the model again") from error
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
@@ -64,6 +67,17 @@ class HfWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._file_of)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index says."""
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{index} has no readable weight_map ({type(error).__name__}: {error}): download or convert the model again"
+        ) from error
+    return weight_map
 
 
 class HfWriter:

@@ -1,6 +1,6 @@
 """A Megatron GPT model from a HF model shape: the actor with its output layer, or the critic with a value head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_ppo.backends.megatron.spec import transformer_block_spec
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.conversion.mapping import Split
-from slime_ppo.conversion.shard import shard
+from slime_ppo.conversion.mapping import Rule, Split
+from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
 from slime_ppo.errors import ConversionError
 from slime_ppo.parallel.layout import ParallelLayout
@@ -129,17 +129,35 @@ def load_hf_weights(model: GPTModel, table: ConversionTable, weights: Mapping[st
         rule = table.rule(name, first_layer(model))
         if is_critic and rule.hf == ("score.weight",) and "score.weight" not in weights:
             continue
+        parts = [weights[hf] for hf in rule.hf]
+        misshapen = _misshapen(rule, parts, parameter, table.shape, tp_size)
+        if misshapen:
+            wrong += misshapen
+            continue
         local = shard(
             rule.split,
-            [weights[hf] for hf in rule.hf],
+            parts,
             num_query_groups=table.shape.num_query_groups,
             padded_vocab=parameter.shape[0] * tp_size if rule.split is Split.VOCAB else 0,
             tp_size=tp_size,
             tp_rank=tp_rank,
         )
-        if local.shape != parameter.shape:
-            wrong.append(f"{', '.join(rule.hf)} give {tuple(local.shape)} for {name}, which is {tuple(parameter.shape)}")
-            continue
         parameter.copy_(local)
     if wrong:
         raise ConversionError(f"{source} does not have the shapes of its config.json: " + "; ".join(wrong))
+
+
+def _misshapen(rule: Rule, parts: Sequence[torch.Tensor], parameter: torch.Tensor, shape: ModelShape, tp_size: int) -> list[str]:
+    """HF tensors of the rule that are not as large as this rank's shard says the whole must be."""
+    expected = unshard(
+        rule.split,
+        [torch.empty(parameter.shape, device="meta")] * tp_size,
+        num_query_groups=shape.num_query_groups,
+        num_heads=shape.num_attention_heads,
+        vocab_size=shape.vocab_size,
+    )
+    return [
+        f"{name} is {list(part.shape)}, expected {list(whole.shape)}"
+        for name, part, whole in zip(rule.hf, parts, expected, strict=True)
+        if part.shape != whole.shape
+    ]

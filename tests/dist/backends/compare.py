@@ -18,4 +18,7 @@ def gradient_error(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nd
         return float("inf")
     norms = {name: float(np.linalg.norm(tensor.astype(np.float64))) for name, tensor in expected.items()}
     floor = max(1e-3 * float(np.linalg.norm(list(norms.values()))), 1e-12)
-    return max(float(np.linalg.norm((found[name] - tensor).astype(np.float64))) / max(norms[name], floor) for name, tensor in expected.items())
+    return max(
+        float(np.linalg.norm((found[name] - tensor).astype(np.float64))) / max(norms[name], floor)
+        for name, tensor in expected.items()
+    )

@@ -18,15 +18,17 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
 from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
 from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
-from slime_ppo.backends.megatron.model import first_layer, padded_vocab_size  # noqa: E402
+from slime_ppo.backends.megatron.model import first_layer, load_hf_weights, padded_vocab_size  # noqa: E402
 from slime_ppo.backends.megatron.optimizer import StepOutcome  # noqa: E402
 from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
+from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
+from slime_ppo.errors import ConversionError  # noqa: E402
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled  # noqa: E402
 from slime_ppo.types.stats import Stats, merge_stats  # noqa: E402
 from slime_ppo.types.step_plan import StepPlan  # noqa: E402
 from slime_ppo.weight_sync.bucket import plan_buckets  # noqa: E402
-from tests.dist.backends.cases import Case  # noqa: E402
+from tests.dist.backends.cases import Case, make_batch  # noqa: E402
 
 Tensors = dict[str, np.ndarray]
 
@@ -260,3 +262,26 @@ def reference_swap(case: Case) -> tuple[bool, bool, int]:
 
 def padded_sizes(sizes: Sequence[tuple[int, int, int]]) -> list[int]:
     return [padded_vocab_size(vocab, divisible_by=by, tp_size=tp) for vocab, by, tp in sizes]
+
+
+def load_weights(case: Case, changes: Mapping[str, tuple[int, ...] | None], head: str) -> str:
+    """Load the folder with some tensors replaced by zeros of another shape, added, or (None) left out; the error's text."""
+    role = _start(case)[0 if head == "language_model" else 1]
+    weights = dict(HfWeights(role.settings.model.hf_folder))
+    for name, shape in changes.items():
+        if shape is None:
+            del weights[name]
+        else:
+            weights[name] = torch.zeros(shape)
+    try:
+        load_hf_weights(role.model, role.table, weights, source="the folder")
+    except ConversionError as error:
+        return str(error)
+    return ""
+
+
+def value_head_after_loading_without_one(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """(the critic's head, its values) when the folder is a policy's."""
+    _, critic = _start(case)
+    part = critic.columns(critic.micro_batches(make_batch(), np.arange(7)), lambda _, out, __: {"values": out.reshape(-1)})
+    return critic.model.output_layer.weight.detach().numpy().copy(), part.columns["values"]

@@ -105,9 +105,7 @@ def test_train_tp2_only_the_first_tensor_parallel_rank_reports(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
 ) -> None:
     case = make_case(PpoConfig()).on(LAYOUTS["tp2"], BY_ONE, tmp_path)
-    first, second = megatron_pool.run(
-        f"{RANKS}:train_actor_steps", world=2, case=case, batch=make_scored_batch(), plan=FIRST
-    )
+    first, second = megatron_pool.run(f"{RANKS}:train_actor_steps", world=2, case=case, batch=make_scored_batch(), plan=FIRST)
     assert first[0]["num_tokens"] == make_scored_batch().trainable_tokens[FIRST.steps[0].rows].sum()
     assert second == [{}]
 

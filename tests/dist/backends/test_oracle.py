@@ -178,5 +178,8 @@ def test_iteration_one_rank_equals_the_reference_with_transformers_models(
         for tensor, weights in getattr(report, role).weights.items():
             error = np.abs(module[tensor].numpy() - weights).max()
             assert error <= 1e-2 * case.lr * len(expected.steps), f"{role} {tensor}"
-    moved = np.abs(policy.hf.state_dict()["model.norm.weight"].numpy() - load_file(Path(case.actor_folder) / "model.safetensors")["model.norm.weight"].numpy())
+    moved = np.abs(
+        policy.hf.state_dict()["model.norm.weight"].numpy()
+        - load_file(Path(case.actor_folder) / "model.safetensors")["model.norm.weight"].numpy()
+    )
     assert moved.max() > case.lr

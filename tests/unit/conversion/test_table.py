@@ -1,0 +1,62 @@
+"""The Llama table on a shape of two layers: names both ways, and errors that list everything."""
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.conversion.mapping import Split
+from slime_ppo.conversion.table import ConversionTable, Head
+from slime_ppo.errors import ConversionError
+from tests.helpers.tiny_llama import make_tiny_llama
+
+
+def _names(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_table_names_exactly_the_tensors_of_a_folder_each_once(tmp_path: Path, *, tie: bool) -> None:
+    folder = make_tiny_llama(tmp_path, tie=tie)
+    table = ConversionTable(ModelShape.from_hf_folder(folder), "language_model")
+    used = [name for rule in table.rules.values() for name in rule.hf]
+    assert sorted(used) == sorted(_names(folder))
+    table.check_hf_names(_names(folder), source="here")
+
+
+@pytest.mark.parametrize(
+    ("head", "tie", "hf", "split"),
+    [("language_model", False, ("lm_head.weight",), Split.VOCAB), ("value", True, ("score.weight",), Split.REPLICATED)],
+)
+def test_rule_output_layer_depends_on_the_head(tmp_path: Path, *, head: Head, tie: bool, hf: tuple[str, ...], split: Split) -> None:
+    table = ConversionTable(ModelShape.from_hf_folder(make_tiny_llama(tmp_path, tie=tie)), head)
+    rule = table.rule("output_layer.weight", 0)
+    assert (rule.hf, rule.split) == (hf, split)
+
+
+def test_rule_local_layer_number_is_counted_from_the_chunks_first_layer(tmp_path: Path) -> None:
+    table = ConversionTable(ModelShape.from_hf_folder(make_tiny_llama(tmp_path, layers=3)), "language_model")
+    rule = table.rule("decoder.layers.0.mlp.linear_fc2.weight", 2)
+    assert rule.hf == ("model.layers.2.mlp.down_proj.weight",) and rule.split is Split.ROW
+
+
+@pytest.mark.parametrize(
+    "name", ["output_layer.weight", "decoder.layers.2.mlp.linear_fc2.weight", "decoder.layers.0.mlp.router.weight"]
+)
+def test_rule_parameter_without_one_is_an_error_with_its_name(tmp_path: Path, name: str) -> None:
+    table = ConversionTable(ModelShape.from_hf_folder(make_tiny_llama(tmp_path, tie=True)), "language_model")
+    with pytest.raises(ConversionError, match=name):
+        table.rule(name, 0)
+
+
+def test_check_hf_names_lists_all_missing_and_all_unused_at_once(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, tie=True)
+    table = ConversionTable(ModelShape.from_hf_folder(folder), "language_model")
+    present = _names(folder) - {"model.norm.weight", "model.embed_tokens.weight"} | {"b.bias", "a.bias", "lm_head.weight"}
+    with pytest.raises(ConversionError) as caught:
+        table.check_hf_names(present, source="/models/x", optional=frozenset({"lm_head.weight"}))
+    assert str(caught.value) == (
+        "/models/x does not fit the llama table: missing: model.embed_tokens.weight, model.norm.weight; not used: a.bias, b.bias"
+    )
