@@ -7,8 +7,11 @@
 On shared devices exactly one of rollout, actor and critic is awake; `turns` changes hands where the loop says so.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
@@ -23,6 +26,7 @@ from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder, without_aborted
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
+from slime_ppo.tracking.phrases import common_phrases
 from slime_ppo.tracking.rollout_metrics import batch_metrics, is_skipped, stage_metrics, step_records, training_metrics
 from slime_ppo.tracking.sample_records import heldout_records, training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
@@ -30,6 +34,9 @@ from slime_ppo.types.sample import Prompt, Sample, SamplingParams
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 from slime_ppo.weight_sync.base import WeightSync
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ class PpoTrainer:
             metrics |= self.evaluate(rollout_id)
         metrics |= batch_metrics(batch) | stage_metrics(log_prob_stats, advantage_stats)
         metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.kl.beta}
-        metrics["rollout/num_dropped"] = float(self.config.samples_per_rollout - len(samples) + plan.num_dropped)
+        metrics["rollout/num_dropped"] = float(self.config.samples_per_rollout - len(samples))
+        metrics["train/num_dropped"] = float(plan.num_dropped)
+        self._warn_of_value_clip(metrics)
         if trains_actor:
             self._update_kl(log_prob_stats)
         self._report(rollout_id, metrics, (actor_steps, critic_steps), samples=samples, handle=handle)
@@ -164,14 +173,17 @@ class PpoTrainer:
         }
 
     def _plan(self, batch: RolloutBatch) -> StepPlan:
-        return make_step_plan(
+        """Who trains in which step; samples without a trainable token are in none."""
+        trainable = np.flatnonzero(batch.trainable_tokens)
+        plan = make_step_plan(
             batch.rollout_id,
-            batch.trajectory_ids,
+            batch.trajectory_ids[trainable],
             global_batch_size=self.config.batch.global_batch_size,
             num_epochs=self.config.ppo.num_epochs_per_rollout,
             seed=self.config.run.seed,
             partial_step=self.config.batch.partial_step,
         )
+        return plan.renumbered(trainable)
 
     def _learning_rates(self, role: RoleName, rollout_id: int, plan: StepPlan) -> list[float]:
         """The rate of each step, a function of (rollout, planned step); the actor's schedule starts after critic-only rollouts."""
@@ -214,6 +226,15 @@ class PpoTrainer:
                 "engine generates with other weights, another temperature or another support than the trainer believes"
             )
 
+    def _warn_of_value_clip(self, metrics: Mapping[str, float]) -> None:
+        name = "train/critic-value_clipfrac"
+        if name in metrics and metrics[name] > 0.5:
+            _log.warning(
+                "rollout values moved beyond --value-clip %g on %.0f%% of tokens: the critic is held back; raise it or set it to 0",
+                self.config.ppo.value_clip,
+                100 * metrics[name],
+            )
+
     def _check_skipped(self, actor: Sequence[Stats], critic: Sequence[Stats]) -> None:
         """Stop after too many optimizer steps in a row that changed nothing."""
         steps: dict[RoleName, Sequence[Stats]] = {"actor": actor, "critic": critic}
@@ -249,11 +270,12 @@ class PpoTrainer:
             shown = samples[: tracking.num_logged_samples]
             batch = parts.actor.fetch(handle).select(range(len(shown)))
             parts.tracker.log_table(rollout_id, training_records(shown, batch, parts.samples.tokenizer.token_strings))
+        phrases = common_phrases([sample.response_text for sample in samples])
         phases = parts.clock.phases()
         num_tokens = sum(len(s.prompt.token_ids) + len(s.response_ids) for s in samples)
         records = step_records(rollout_id * self.config.steps_per_rollout, *steps, metrics=metrics)
         metrics = metrics | phase_metrics(phases, num_tokens)
-        parts.tracker.log(RolloutRecord(rollout_id, metrics, records, phases))
+        parts.tracker.log(RolloutRecord(rollout_id, metrics, records, phases, phrases))
 
 
 def _kl_controller(config: Config) -> FixedKL | AdaptiveKL:

@@ -32,8 +32,8 @@ from slime_ppo.trainer import PpoTrainer, TrainerParts
 from slime_ppo.types.sample import Prompt
 
 _LEXICON_NOTE = (
-    "A lexicon reward is easily flattered: it counts kind words, not kind sentences. Read the samples beside the curve: the "
-    "policy has found a few happy phrases and repeats them."
+    "A lexicon reward is easily flattered: it counts kind words, not kind sentences. Read the samples and the most "
+    "repeated words beside the curve before you believe it."
 )
 
 
@@ -205,11 +205,17 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
 
 
 def _run_info(config: Config) -> RunInfo:
-    uses_lexicon = config.reward.custom_rm_path is None and config.reward.rm_type == "vader"
+    notes: list[str] = []
+    if config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
+        notes.append(_LEXICON_NOTE)
+    num_critic_only = config.ppo.num_critic_only_steps
+    if num_critic_only > 0:
+        first = "first rollout trains" if num_critic_only == 1 else f"first {num_critic_only} rollouts train"
+        notes.append(f"The {first} the critic only, so the reward starts flat.")
     return RunInfo(
         title=f"PPO of {Path(config.model.hf_checkpoint).name}",
         run_dir=Path(config.run.save),
         num_rollout=config.run.num_rollout,
         config_yaml=config.to_yaml(),
-        notes=(_LEXICON_NOTE,) if uses_lexicon else (),
+        notes=tuple(notes),
     )

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import ray
@@ -54,7 +54,7 @@ def _logged(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # a column part, which stays in the object store, and statistics, which go to the driver
-_two_results: Any = ray.method(num_returns=2)
+_two_results = cast(Callable[[Callable[..., Any]], Callable[..., Any]], ray.method(num_returns=2))
 
 
 class Process:
@@ -63,7 +63,7 @@ class Process:
     def __init__(self, name: str, log_dir: str) -> None:
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.enable(sys.stderr)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from slime_ppo.errors import DataError
+from slime_ppo.tracking.phrases import Phrase
 
 SampleKind = Literal["train", "heldout"]
 PER_TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_mask")
@@ -30,13 +31,14 @@ class RolloutRecord:
 
     `metrics` by full name ("train/pg_loss"); a metric without a value is absent. `steps` has one mapping per optimizer
     step ("step", "pg_loss", "value_loss", ...; policy names absent in critic-only rollouts). `phases` are seconds in the
-    order in which the phases ran.
+    order in which the phases ran. `phrases` are the most common ones of all its responses, most common first.
     """
 
     rollout_id: int
     metrics: Mapping[str, float]
     steps: tuple[Mapping[str, float], ...]
     phases: Mapping[str, float]
+    phrases: tuple[Phrase, ...] = ()
 
     @property
     def critic_only(self) -> bool:

@@ -1,7 +1,8 @@
 """The run folder's own record, always written: run.json, metrics.jsonl (a line per rollout), samples.jsonl (a line per sample).
 
 Metrics stand flat in their line (`{"rollout_id": 3, "train/pg_loss": ..., "phases": {...}, "steps": [...]}`), so that
-`pandas.read_json(path, lines=True)` gives a table. Floats are written in full (repr); a NaN or an infinity is null, since
+`pandas.read_json(path, lines=True)` gives a table. `"phrases": {"of the": 0.3, ...}` stands in lines of rollouts that have
+some. Metric names have a slash ("train/pg_loss"), so these four keys are no metric's. Floats are written in full (repr); a NaN or an infinity is null, since
 JSON has neither, and is read back as NaN.
 """
 
@@ -14,12 +15,13 @@ from typing import Any, TextIO
 
 from slime_ppo.errors import DataError
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+from slime_ppo.tracking.phrases import Phrase
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CONFIG_FILE = "config.yaml"
-_NOT_METRICS = ("phases", "rollout_id", "steps")
+_NOT_METRICS = ("phases", "phrases", "rollout_id", "steps")
 _FLOAT_COLUMNS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
 
 
@@ -39,9 +41,11 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float | int | None]:
 
 
 def record_line(record: RolloutRecord) -> str:
-    """One line of metrics.jsonl, keys sorted; phases keep their order."""
+    """One line of metrics.jsonl, keys sorted; phases and phrases keep their order."""
     steps = [dict(sorted(_numbers(step).items())) for step in record.steps]
     row = {"rollout_id": record.rollout_id, **_numbers(record.metrics), "phases": _numbers(record.phases), "steps": steps}
+    if record.phrases:
+        row["phrases"] = {phrase.text: phrase.share for phrase in record.phrases}
     return json.dumps(dict(sorted(row.items())), allow_nan=False)
 
 
@@ -55,11 +59,13 @@ def sample_line(sample: SampleRecord) -> str:
 
 
 def _parse_record(row: Mapping[str, Any]) -> RolloutRecord:
+    shares = row["phrases"] if "phrases" in row else {}
     return RolloutRecord(
         rollout_id=row["rollout_id"],
         metrics={name: _from_json(value) for name, value in row.items() if name not in _NOT_METRICS},
         steps=tuple({name: _from_json(value) for name, value in step.items()} for step in row["steps"]),
         phases={name: _from_json(value) for name, value in row["phases"].items()},
+        phrases=tuple(Phrase(text, share) for text, share in shares.items()),
     )
 
 

@@ -59,7 +59,7 @@ class SampleKeeper:
 def report_payload(run: RunInfo, records: Sequence[RolloutRecord], samples: Sequence[SampleRecord]) -> dict[str, Any]:
     """The object that the page reads; it holds every one of `samples`.
 
-    Each metric and phase is one array over the rollouts in order, null where it has no value.
+    Each metric and phase is one array over the rollouts in order, null where it has no value; `phrases` is one list per rollout.
     """
     ordered = sorted(records, key=lambda record: record.rollout_id)
     metric_names = sorted({name for record in ordered for name in record.metrics})
@@ -82,6 +82,10 @@ def report_payload(run: RunInfo, records: Sequence[RolloutRecord], samples: Sequ
                 "seconds": [rounded(record.phases[name], _METRIC_DIGITS) if name in record.phases else None for record in ordered],
             }
             for name in phase_names
+        ],
+        "phrases": [
+            [{"text": phrase.text, "share": rounded(phrase.share, _METRIC_DIGITS)} for phrase in record.phrases]
+            for record in ordered
         ],
         "samples": [_sample(sample) for sample in samples],
     }

@@ -19,6 +19,7 @@ _ACTOR_NAMES = {
     "ratio_clamped": "ratio_clamped",
     "ppo_kl": "ppo_kl",
     "kl_loss": "kl_loss",
+    "kl_clamped": "kl_clamped",
     "entropy_loss": "entropy_loss",
     "grad_norm": "grad_norm",
     "lr": "lr-pg_0",

@@ -1,6 +1,6 @@
 """Which samples each optimizer step of a rollout trains on. Both roles follow the same plan (SEMANTICS 11)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,3 +21,7 @@ class StepPlan:
     rollout_id: int
     steps: tuple[Step, ...]
     num_dropped: int = 0
+
+    def renumbered(self, rows: np.ndarray) -> "StepPlan":
+        """The same plan for samples that stand at `rows` of a larger batch: row i becomes rows[i]."""
+        return replace(self, steps=tuple(replace(step, rows=rows[step.rows]) for step in self.steps))

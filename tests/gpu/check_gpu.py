@@ -4,6 +4,7 @@ python tests/gpu/check_gpu.py            # prints the largest error of every fig
 """
 
 import argparse
+import logging
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 TOLERANCE = 1e-3
+LOG = logging.getLogger("check_gpu")
 
 
 def run_roles(device: str, folder: Path, out: Path) -> None:
@@ -50,23 +52,23 @@ def run_roles(device: str, folder: Path, out: Path) -> None:
         left = role.memory.resident_bytes()
         role.memory.wake()
         steps[name] = role.train(batch, plan, rates)
-        print(f"{device}: {name} holds {role.memory.resident_bytes()} bytes awake, {left} offloaded")
+        LOG.info(f"{device}: {name} holds {role.memory.resident_bytes()} bytes awake, {left} offloaded")
     figures = {name: getattr(batch, name) for name in ("old_log_probs", "ref_log_probs", "entropy", "values", "advantages")}
     for name, found in steps.items():
         for key in found[0].result():
             figures[f"{name}/{key}"] = np.array([stats.result()[key] for stats in found])
     np.savez(out, **figures)
-    print(f"{device}: {perf_counter() - started:.1f} s, torch {torch.__version__}")
+    LOG.info(f"{device}: {perf_counter() - started:.1f} s, torch {torch.__version__}")
 
 
 def compare(found: Path, expected: Path) -> bool:
-    """Print the error of every figure relative to its largest value; True when all are within the tolerance."""
+    """Report the error of every figure relative to its largest value; True when all are within the tolerance."""
     own, other = np.load(found), np.load(expected)
     within = sorted(own.files) == sorted(other.files)
     for name in other.files:
         error = float(np.abs(own[name] - other[name]).max() / max(np.abs(other[name]).max(), 1e-2))
         within = within and error <= TOLERANCE
-        print(f"{name:28s} {error:.1e}{'' if error <= TOLERANCE else '  FAILED'}")
+        LOG.info(f"{name:28s} {error:.1e}{'' if error <= TOLERANCE else '  FAILED'}")
     return within
 
 
@@ -75,6 +77,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what is compared with the CPU")
     parser.add_argument("--only", nargs=2, metavar=("FOLDER", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    LOG.setLevel(logging.INFO)  # and not the root's: Megatron says much at that level
     if arguments.only:
         run_roles(arguments.device, Path(arguments.only[0]), Path(arguments.only[1]))
         return 0

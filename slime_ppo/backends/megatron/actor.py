@@ -140,6 +140,7 @@ class ActorRole(MegatronRole):
             kl_share = masked_weighted_sum(kl.kl, mask, weights)
             objective = objective + ppo.kl_loss_coef * kl_share
             stats.add_total("kl_loss", kl_share.item())
+            add_token_means(stats, mask, {"kl_clamped": kl.clamped})
         stats.add_total("pg_loss", policy_share.item())
         stats.add_total("entropy_loss", entropy_share.item())
         stats.add_total("loss", objective.item())

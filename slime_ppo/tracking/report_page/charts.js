@@ -274,9 +274,9 @@ function buildCharts() {
   const shown = CHARTS.filter((spec) => spec.series.some((series) => points(series.key).some(([, value]) => !spec.log || value > 0)));
   shown.forEach((spec, i) => {
     box.append(buildChart(spec));
-    if (i === 0 && run.notes.length) box.append(notesCard());
+    if (i === 0) box.append(...notesCard());
   });
-  if (shown.length === 0 && run.notes.length) box.append(notesCard());
+  if (shown.length === 0) box.append(...notesCard());
   if (run.phases.length) box.append(buildChart({ ...TIME_CHART, bars: true }));
 }
 

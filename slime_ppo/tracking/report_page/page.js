@@ -61,18 +61,21 @@ function tile(name, value, unit, detail) {
   return element("div", { class: "card tile" }, element("div", { class: "name" }, name), big, element("div", { class: "more" }, detail));
 }
 
-function firstToLastTile(name, key) {
+// two decimals: what a reward means, and what a tile has room for
+const formatShort = (value) => (Math.abs(value) < 100 ? value.toFixed(2).replace(/^-(?=0\.00$)/, "").replace("-", "−") : format(value));
+
+function rewardTile(name, key) {
   const found = points(key);
   if (found.length === 0) return null;
   const [first, last] = [found[0], found[found.length - 1]];
-  if (found.length === 1) return tile(name, format(first[1]), "", `at rollout ${first[0]}`);
-  return tile(name, `${format(first[1])} → ${format(last[1])}`, "", `rollout ${first[0]} → ${last[0]}`);
+  if (found.length === 1) return tile(name, formatShort(first[1]), "", `at rollout ${first[0]}`);
+  return tile(name, `${formatShort(first[1])} → ${formatShort(last[1])}`, "", `rollout ${first[0]} → ${last[0]}`);
 }
 
-function rewardTile() {
+function sampledRewardTile() {
   const found = points("rollout/raw_reward").map(([, value]) => value);
-  const built = firstToLastTile("Sampled reward", "rollout/raw_reward");
-  if (built && found.length >= 10) built.lastChild.textContent = `mean of the last 5: ${format(mean(found.slice(-5)))}`;
+  const built = rewardTile("Sampled reward", "rollout/raw_reward");
+  if (built && found.length >= 10) built.lastChild.textContent = `mean of the last 5: ${formatShort(mean(found.slice(-5)))}`;
   return built;
 }
 
@@ -106,14 +109,9 @@ function buildHead() {
   const state = done < run.numRollout ? `${done} of ${rollouts(run.numRollout)} so far` : rollouts(done);
   document.getElementById("subtitle").textContent = run.runFolder ? `${state} · run folder ${run.runFolder}` : state;
   const tiles = [
-    rewardTile(), firstToLastTile("Held-out reward, greedy", "eval/heldout_reward"), klTile(), gapTile(), timeTile(),
+    sampledRewardTile(), rewardTile("Held-out reward, greedy", "eval/heldout_reward"), klTile(), gapTile(), timeTile(),
   ].filter((built) => built !== null);
   document.getElementById("tiles").append(...tiles);
-}
-
-function notesCard() {
-  const list = element("ul", {}, ...run.notes.map((note) => element("li", {}, note)));
-  return element("aside", { class: "card notes", "aria-label": "Notes" }, element("h3", {}, "Read this with the curve"), list);
 }
 
 function buildConfig() {

@@ -14,8 +14,8 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
 from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan
-from tests.dist.backends.conftest import CaseMaker
 from tests.dist.backends.compare import gradient_error, relative
+from tests.dist.backends.conftest import CaseMaker
 from tests.helpers.rank_pool import RankPool
 
 NOISE = 0.2

@@ -20,7 +20,7 @@ def _prepared_torch() -> ModuleType:
 
     prepare_megatron("cpu")
     prepare_megatron("cpu")  # a second call changes nothing
-    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer.distrib_optimizer  # noqa: F401
     import torch
 
