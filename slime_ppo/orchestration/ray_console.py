@@ -17,7 +17,7 @@ def quiet_ray() -> None:
     if not hasattr(ray_worker_module, "print_to_stdstream"):
         return  # another Ray: its messages show, nothing breaks
 
-    def to_log(message: Any, ignore_prefix: bool) -> None:
-        _log.info("ray: %s", " ".join(str(line) for line in message["lines"]))
+    def to_log(data: Any, ignore_prefix: bool) -> None:
+        _log.info("ray: %s", " ".join(str(line) for line in data["lines"]))
 
     ray_worker_module.print_to_stdstream = to_log

@@ -1,9 +1,9 @@
 """The run folder's own record, always written: run.json, metrics.jsonl (a line per rollout), samples.jsonl (a line per sample).
 
 Metrics stand flat in their line (`{"rollout_id": 3, "train/pg_loss": ..., "phases": {...}, "steps": [...]}`), so that
-`pandas.read_json(path, lines=True)` gives a table. `"phrases": {"of the": 0.3, ...}` stands in lines of rollouts that have
-some. Metric names have a slash ("train/pg_loss"), so these four keys are no metric's. Floats are written in full (repr); a NaN or an infinity is null, since
-JSON has neither, and is read back as NaN.
+`pandas.read_json(path, lines=True)` gives a table. A rollout with words has `"phrases": {"of the": 0.3, ...}` too. Metric
+names have a slash, so none of these four keys can be one. Floats are written in full (repr); a NaN or an infinity is null,
+since JSON has neither, and is read back as NaN.
 """
 
 import json
@@ -59,7 +59,7 @@ def sample_line(sample: SampleRecord) -> str:
 
 
 def _parse_record(row: Mapping[str, Any]) -> RolloutRecord:
-    shares = row["phrases"] if "phrases" in row else {}
+    shares = row.get("phrases", {})  # a rollout without any has no such key
     return RolloutRecord(
         rollout_id=row["rollout_id"],
         metrics={name: _from_json(value) for name, value in row.items() if name not in _NOT_METRICS},

@@ -1,6 +1,6 @@
-"""One rollout of both roles on one GPU against the same on the CPU, in float32. For a machine with CUDA; pytest does not collect it.
+"""One rollout of both roles on one GPU against the same on the CPU, in float32. Needs CUDA; pytest does not collect it.
 
-python tests/gpu/check_gpu.py            # prints the largest error of every figure; exit code 1 when one passes 1e-3
+python tests/gpu/check_gpu.py            # reports the largest error of every figure; exit code 1 when one passes 1e-3
 """
 
 import argparse

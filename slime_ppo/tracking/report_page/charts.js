@@ -201,7 +201,7 @@ function buildChart(spec) {
     legend.append(element("span", {}, element("i", { class: entry.box ? "box" : "", style: `background:${entry.color}` }), entry.name, entry.output));
   }
   const svg = svgElement("svg", { tabindex: 0, role: "slider", "aria-label": `${spec.title}, by rollout`,
-    style: `height:${spec.height || 180}px`, "aria-valuemin": run.rollouts[0], "aria-valuemax": run.rollouts[run.rollouts.length - 1] });
+    style: `flex-basis:${spec.height || 180}px`, "aria-valuemin": run.rollouts[0], "aria-valuemax": run.rollouts[run.rollouts.length - 1] });
   const card = element("div", { class: `card chart ${spec.size || ""}` }, element("div", { class: "chart-head" }, element("h3", {}, spec.title), at),
     element("p", { class: "chart-sub" }, spec.sub), legend, svg);
   const view = { scale: null, line: null };
@@ -219,9 +219,8 @@ function buildChart(spec) {
   }
 
   function draw() {
-    const width = svg.clientWidth;
-    const height = spec.height || 180;
-    if (width === 0 || (view.scale && view.scale.width === width)) return;
+    const [width, height] = [svg.clientWidth, svg.clientHeight];
+    if (width === 0 || (view.scale && view.scale.width === width && view.scale.height === height)) return;
     const scale = scales(spec, plottedValues(spec), width, height);
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren();

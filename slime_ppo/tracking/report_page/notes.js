@@ -9,7 +9,8 @@ function phraseList(index) {
   const heading = element("h4", {});
   const rows = element("ol", {});
   const show = (shown) => {
-    heading.textContent = `Most repeated in rollout ${run.rollouts[shown]}`;
+    // two lines for every rollout, so that nothing below moves with the pointer
+    heading.replaceChildren("Most repeated", element("br"), `in rollout ${run.rollouts[shown]}`);
     rows.replaceChildren(...phraseRows(run.phrases[shown]));
   };
   show(index);

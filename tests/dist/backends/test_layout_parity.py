@@ -13,6 +13,7 @@ import pytest
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
+from slime_ppo.types.step_plan import StepPlan
 from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan
 from tests.dist.backends.compare import gradient_error, relative
 from tests.dist.backends.conftest import CaseMaker
@@ -169,7 +170,7 @@ def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
 
 
 @pytest.mark.parametrize("layout", ["one_rank_single", "dp2"])
-def test_log_prob_kl_rank_without_trainable_token_still_takes_part(
+def test_iteration_rank_without_trainable_token_still_takes_part(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
 ) -> None:
     """Rows 3 (no trainable token) and 6 alone: with DP2 one of the ranks has nothing to learn from."""
@@ -185,5 +186,5 @@ def test_log_prob_kl_rank_without_trainable_token_still_takes_part(
     assert report.log_prob_stats == pytest.approx(one.log_prob_stats, rel=1e-5)
 
 
-def _single(plan: object) -> object:
-    return replace(plan, steps=(replace(plan.steps[0], rows=np.array([0])),))  # type: ignore[type-var,attr-defined]
+def _single(plan: StepPlan) -> StepPlan:
+    return replace(plan, steps=(replace(plan.steps[0], rows=np.array([0])),))

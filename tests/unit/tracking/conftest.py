@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+from slime_ppo.tracking.phrases import Phrase
 
 _CRITIC = {
     "train/critic-value_loss": 0.092,
@@ -47,7 +48,8 @@ def make_record(rollout_id: int, *, trains_actor: bool = True) -> RolloutRecord:
         metrics["eval/heldout_reward"] = 0.3 + 0.1 * rollout_id
     step = {"step": float(rollout_id)} | (_POLICY_STEP if trains_actor else {}) | _CRITIC_STEP
     phases = {name: 2.5 * (index + 1) for index, name in enumerate(_PHASES)}
-    return RolloutRecord(rollout_id, metrics, (step,), phases)
+    phrases = (Phrase("so happy", 0.2 * (rollout_id + 1)), Phrase("a day", 1 / 3))
+    return RolloutRecord(rollout_id, metrics, (step,), phases, phrases)
 
 
 def make_sample(rollout_id: int, sample_id: int, *, tokens: tuple[str, ...] = (" a", " great", "\n", "day")) -> SampleRecord:

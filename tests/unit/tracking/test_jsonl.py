@@ -8,6 +8,7 @@ import pytest
 from slime_ppo.errors import DataError
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.jsonl import JsonlTracker, read_records, read_run, read_samples
+from slime_ppo.tracking.phrases import Phrase
 
 
 def write(run: RunInfo, records: tuple[RolloutRecord, ...], samples: tuple[SampleRecord, ...] = ()) -> None:
@@ -45,6 +46,21 @@ def test_metrics_line_is_flat_with_sorted_keys_and_full_precision(run: RunInfo) 
         '{"phases": {"wake": 2.0, "generate": 1.0}, "rollout/kl": 1e-17, "rollout_id": 0, '
         '"steps": [{"lr": 0.1, "step": 0.0}], "train/loss": 0.3333333333333333}\n'
     )
+
+
+def test_metrics_line_holds_the_phrases_most_common_first_and_no_metric_of_that_name(run: RunInfo) -> None:
+    phrases = (Phrase("the great", 0.75), Phrase("a great", 0.5))
+    write(run, (RolloutRecord(0, {"train/loss": 1.0}, (), {}, phrases),))
+    row = json.loads((run.run_dir / "metrics.jsonl").read_text(encoding="utf-8"))
+    assert list(row["phrases"].items()) == [("the great", 0.75), ("a great", 0.5)]
+    (read,) = read_records(run.run_dir)
+    assert (read.metrics, read.phrases) == ({"train/loss": 1.0}, phrases)
+
+
+def test_metrics_line_without_phrases_is_read_as_a_rollout_without_any(run: RunInfo) -> None:
+    write(run, (RolloutRecord(0, {"train/loss": 1.0}, (), {}),))
+    assert "phrases" not in json.loads((run.run_dir / "metrics.jsonl").read_text(encoding="utf-8"))
+    assert read_records(run.run_dir)[0].phrases == ()
 
 
 def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_when_read(

@@ -10,6 +10,7 @@ import pytest
 
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.jsonl import JsonlTracker
+from slime_ppo.tracking.phrases import Phrase
 from slime_ppo.tracking.report import ReportTracker, main, rebuild_report, render_report, write_report
 
 NASTY = "</script><script>alert(1)</script><!-- \"'\n{{style.css}} &amp; \u2028"
@@ -73,18 +74,19 @@ def test_report_escapes_every_text_of_the_run(
 ) -> None:
     sample = replace(samples[0], prompt=NASTY, response=NASTY, finish=NASTY, tokens=(NASTY, *samples[0].tokens[1:]))
     nasty_run = replace(run, title=NASTY, config_yaml=NASTY, notes=(NASTY,))
-    record = RolloutRecord(9, {NASTY: 1.0, **records[1].metrics}, (), {NASTY: 1.0})
+    record = RolloutRecord(9, {NASTY: 1.0, **records[1].metrics}, (), {NASTY: 1.0}, (Phrase(NASTY, 1.0),))
     page, payload = parse(render_report(nasty_run, [record], [sample]))
     plain, _ = parse(render_report(run, records, samples))
     assert page.tags == plain.tags, "no text became an element"
     assert page.title.removesuffix("\n") == NASTY
     assert [payload["title"], payload["config"], payload["notes"]] == [NASTY, NASTY, [NASTY]]
+    assert payload["phrases"] == [[{"text": NASTY, "share": 1.0}]]
     shown = payload["samples"][0]
     assert [shown["prompt"], shown["response"], shown["finish"], shown["tokens"][0]] == [NASTY] * 4
 
 
 def test_report_page_makes_no_element_from_text() -> None:
-    for name in ("page.js", "charts.js", "viewer.js"):
+    for name in ("page.js", "notes.js", "charts.js", "viewer.js"):
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|DOMParser", asset(name)), name
 
 
@@ -112,6 +114,7 @@ def test_report_tolerates_missing_metrics(run: RunInfo, records: tuple[RolloutRe
 def test_report_of_no_rollout_is_a_page(run: RunInfo) -> None:
     _, payload = parse(render_report(run, [], []))
     assert (payload["rollouts"], payload["metrics"], payload["phases"], payload["samples"]) == ([], {}, [], [])
+    assert payload["phrases"] == []
 
 
 def test_report_written_over_an_old_one_leaves_nothing_beside(run: RunInfo, records: tuple[RolloutRecord, ...]) -> None:
