@@ -4,9 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-VERSION = next(
-    line.split('"')[1] for line in Path("slime_ppo/__init__.py").read_text(encoding="utf-8").splitlines() if line.startswith("__version__")
-)
+LINES = Path("slime_ppo/__init__.py").read_text(encoding="utf-8").splitlines()
+VERSION = next(line.split('"')[1] for line in LINES if line.startswith("__version__"))
 
 setup(
     name="slime-ppo",

@@ -5,6 +5,7 @@ python scripts/train_ppo.py --config configs/quickstart_cpu.yaml --dry-run
 ray job submit --working-dir . -- python scripts/train_ppo.py --config my.yaml --seed 1
 """
 
+import os
 import sys
 
 from slime_ppo.config.cli import ParsedCommand, print_config_text, run_cli
@@ -25,10 +26,11 @@ def main(command: ParsedCommand) -> int:
     from slime_ppo.orchestration.ray_environment import prepare_ray_environment
 
     prepare_ray_environment(command.config.cluster)
-    from slime_ppo.orchestration.ray_launch import run_ppo  # imports Ray, which reads the environment
+    from slime_ppo.launch import run_ppo  # imports Ray, which reads the environment
 
     return run_ppo(command.config)
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())  # reward functions are found where the command is typed
     sys.exit(run_cli(sys.argv[1:], main))

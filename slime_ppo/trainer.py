@@ -35,7 +35,6 @@ from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 from slime_ppo.weight_sync.base import WeightSync
 
-
 _log = logging.getLogger(__name__)
 
 

@@ -83,7 +83,9 @@ def run_layout(layout: str, model: str, rollouts: int) -> Cost:
     first, last, count = marks[WARM_UP - 1], marks[-1], rollouts - WARM_UP
     by_process = {kind: (last[kind] - first.get(kind, 0.0)) / count for kind in last}
     phases = [name for name in lines[-1] if name.startswith("perf/") and name.endswith("_time")]
-    by_phase = {name.removeprefix("perf/").removesuffix("_time"): statistics.mean(x[name] for x in lines[WARM_UP:]) for name in phases}
+    by_phase = {
+        name.removeprefix("perf/").removesuffix("_time"): statistics.mean(x[name] for x in lines[WARM_UP:]) for name in phases
+    }
     return Cost(sum(by_process.values()), by_process, by_phase)
 
 
@@ -102,12 +104,22 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--rollouts", type=int, default=12, help=f"per run; the first {WARM_UP} are left out")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--baseline", help="command of another single-process loop, which prints a JSON line with cpu_s per iteration")
+    parser.add_argument(
+        "--baseline", help="command of another single-process loop, which prints a JSON line with cpu_s per iteration"
+    )
     options = parser.parse_args()
     if options.rollouts <= WARM_UP:
         parser.error(f"--rollouts must be more than the {WARM_UP} warm-up rollouts")
     os.environ["OMP_NUM_THREADS"] = "1"
-    own = [sys.executable, "tools/single_process_ppo.py", options.model, "--prompts", PROMPTS, "--iterations", str(options.rollouts)]
+    own = [
+        sys.executable,
+        "tools/single_process_ppo.py",
+        options.model,
+        "--prompts",
+        PROMPTS,
+        "--iterations",
+        str(options.rollouts),
+    ]
     baseline = shlex.split(options.baseline) if options.baseline else own
     costs: dict[str, list[Cost]] = {layout: [] for layout in options.layouts}
     base: list[float] = []

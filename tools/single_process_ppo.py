@@ -49,7 +49,9 @@ class Critic(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Values before each response token, [B, R]."""
-        hidden = self.trunk(input_ids=batch.ids, attention_mask=batch.attended, position_ids=_positions(batch.attended)).last_hidden_state
+        hidden = self.trunk(
+            input_ids=batch.ids, attention_mask=batch.attended, position_ids=_positions(batch.attended)
+        ).last_hidden_state
         return self.head(hidden[:, batch.prompt - 1 : -1]).squeeze(-1)
 
 

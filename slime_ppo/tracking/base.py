@@ -10,6 +10,8 @@ from slime_ppo.tracking.phrases import Phrase
 
 SampleKind = Literal["train", "heldout"]
 PER_TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_mask")
+# what a role that had its turn always reports, also when none of its steps ran
+_ACTOR_TURN, _CRITIC_TURN = "train/skipped_steps", "train/critic-skipped_steps"
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,7 @@ class RolloutRecord:
     @property
     def critic_only(self) -> bool:
         """True when the critic had its turn and the actor had none (one that skipped its steps had)."""
-        trained = [name for name in self.metrics if name.startswith("train/")]
-        return bool(trained) and all(name.startswith("train/critic-") for name in trained)
+        return _CRITIC_TURN in self.metrics and _ACTOR_TURN not in self.metrics
 
 
 @dataclass(frozen=True)

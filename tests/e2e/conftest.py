@@ -38,9 +38,7 @@ class Runs:
             command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def finish(
-        self, save: Path, *flags: str, script: str = "scripts/train_ppo.py", timeout_s: float = 300
-    ) -> tuple[int, str]:
+    def finish(self, save: Path, *flags: str, script: str = "scripts/train_ppo.py", timeout_s: float = 300) -> tuple[int, str]:
         """(exit code, output) of a whole run."""
         driver = self.start(save, *flags, script=script)
         output, _ = driver.communicate(timeout=timeout_s)

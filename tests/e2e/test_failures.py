@@ -25,8 +25,6 @@ def wait_for_line(driver: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"the run ended before {text!r}:\n{seen}")
 
 
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_a_local_run_cleanly(local_runs: Runs, tmp_path: Path, number: signal.Signals) -> None:
     driver = local_runs.start(tmp_path / "run", *SMALL, "--num-rollout", "500")

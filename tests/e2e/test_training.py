@@ -41,10 +41,10 @@ def one_rank(joined_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return save
 
 
-def test_resolved_config_of_a_run_reproduces_every_metric_bit_for_bit(
-    joined_runs: Runs, one_rank: Path, tmp_path: Path
-) -> None:
-    code, output = joined_runs.finish(tmp_path / "again", "--config", str(one_rank / "config.yaml"), "--save", str(tmp_path / "again"))
+def test_resolved_config_of_a_run_reproduces_every_metric_bit_for_bit(joined_runs: Runs, one_rank: Path, tmp_path: Path) -> None:
+    code, output = joined_runs.finish(
+        tmp_path / "again", "--config", str(one_rank / "config.yaml"), "--save", str(tmp_path / "again")
+    )
     assert code == 0, output
     assert metrics_of(tmp_path / "again") == metrics_of(one_rank)
 
@@ -72,7 +72,18 @@ def test_layout_gives_the_numbers_of_one_rank(joined_runs: Runs, one_rank: Path,
 
 
 def test_restricted_sampler_with_adaptive_kl_trains_on_recorded_supports(joined_runs: Runs, tmp_path: Path) -> None:
-    flags = ("--rollout-top-p", "0.9", "--rollout-top-k", "64", "--kl-controller", "adaptive", "--kl-target", "0.1", "--kl-horizon", "64")
+    flags = (
+        "--rollout-top-p",
+        "0.9",
+        "--rollout-top-k",
+        "64",
+        "--kl-controller",
+        "adaptive",
+        "--kl-target",
+        "0.1",
+        "--kl-horizon",
+        "64",
+    )
     code, output = joined_runs.finish(tmp_path / "run", *SMALL, *flags, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "200")
     assert code == 0, output
     for rollout in metrics_of(tmp_path / "run"):

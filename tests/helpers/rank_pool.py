@@ -249,6 +249,7 @@ def _run_in_group(index: int, call: Call, store: str) -> Any:
     torch.manual_seed(0)
     timeout = timedelta(seconds=call.timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=call.world, timeout=timeout)
+    dist.barrier()  # a rank that leaves again while another still connects to it would leave that one hanging
     try:
         module, function = call.target.split(":")
         return getattr(importlib.import_module(module), function)(**pickle.loads(call.payload))

@@ -1,6 +1,6 @@
 """A small Ray cluster for the whole test run, in a process of its own, for drivers that join by RAY_ADDRESS.
 
-    python -m tests.helpers.ray_head NUM_CPUS        prints the address, ends when its standard input closes
+python -m tests.helpers.ray_head NUM_CPUS        prints the address, ends when its standard input closes
 """
 
 import logging
@@ -17,7 +17,8 @@ def main() -> None:
         logging_level=logging.CRITICAL,
         log_to_driver=False,
     )
-    print(context.address_info["address"], flush=True)
+    sys.stdout.write(context.address_info["address"] + "\n")
+    sys.stdout.flush()
     sys.stdin.read()
     ray.shutdown()
 

@@ -57,7 +57,6 @@ class Report:
 def _start(case: Case) -> tuple[ActorRole, CriticRole]:
     """Both roles in this process: the actor brings up the ranks as in production, the critic joins what stands."""
     rank = dist.get_rank()
-    dist.barrier()  # a rank that left the pool's group while another still connects to it would leave that one hanging
     dist.destroy_process_group()
     actor = ActorRole(case.settings(rank, "actor"), case.ppo, case.temperature)
     with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device("cpu")):

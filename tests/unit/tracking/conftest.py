@@ -13,6 +13,7 @@ _CRITIC = {
     "train/critic-explained_variance": 0.63,
     "train/critic-grad_norm": 1.4,
     "train/critic-lr": 1e-3,
+    "train/critic-skipped_steps": 0.0,
 }
 _POLICY = {
     "train/pg_loss": -0.0031,
@@ -22,6 +23,7 @@ _POLICY = {
     "train/ppo_kl": 0.0004,
     "train/grad_norm": 0.83,
     "train/lr-pg_0": 1e-6,
+    "train/skipped_steps": 0.0,
 }
 _ROLLOUT = {
     "rollout/raw_reward": 0.25,
@@ -31,6 +33,7 @@ _ROLLOUT = {
     "rollout/truncated_ratio": 0.023,
     "rollout/kl": 0.1,
     "rollout/kl_trajectory": 1.6,
+    "train/num_dropped": 0.0,
     "rollout/entropy": 2.5,
     "rollout/logprob_gap_mean": 8e-7,
     "rollout/logprob_gap_max": 5.1e-6,

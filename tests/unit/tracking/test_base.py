@@ -5,6 +5,8 @@ import pytest
 
 from slime_ppo.errors import DataError
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord, TrackerSet
+from slime_ppo.tracking.rollout_metrics import training_metrics
+from slime_ppo.types.stats import Stats
 
 
 class RecordingTracker:
@@ -51,9 +53,16 @@ def test_tracker_set_when_one_fails_to_close_closes_the_others_and_raises() -> N
 
 def test_critic_only_is_told_from_the_roles_that_had_a_turn(records: tuple[RolloutRecord, ...]) -> None:
     assert [record.critic_only for record in records] == [True, False, False, False]
-    all_skipped = RolloutRecord(5, {"train/critic-value_loss": 0.1, "train/skipped_steps": 2.0}, (), {})
+    all_skipped = RolloutRecord(5, {"train/critic-skipped_steps": 0.0, "train/skipped_steps": 2.0}, (), {})
     assert not all_skipped.critic_only
-    assert not RolloutRecord(5, {"rollout/raw_reward": 0.1}, (), {}).critic_only
+    assert not RolloutRecord(5, {"rollout/raw_reward": 0.1, "train/num_dropped": 0.0}, (), {}).critic_only
+
+
+def test_critic_only_agrees_with_the_metrics_that_training_reports() -> None:
+    step = Stats(sums={"skipped": 1.0})
+    of_plan = {"train/num_dropped": 0.0}
+    assert RolloutRecord(5, training_metrics([], [step]) | of_plan, (), {}).critic_only
+    assert not RolloutRecord(5, training_metrics([step], [step]) | of_plan, (), {}).critic_only
 
 
 def test_sample_record_with_a_column_of_another_length_names_sample_and_column(samples: tuple[SampleRecord, ...]) -> None:

@@ -13,7 +13,7 @@ from slime_ppo.config.preflight import preflight
 from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
-from slime_ppo.errors import SlimePpoError
+from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
 from slime_ppo.orchestration.ray_environment import cluster_address
@@ -52,18 +52,19 @@ class RunInputs:
 def run_ppo(config: Config) -> int:
     """Train. Returns the exit code: 0 done, 128 + signal number after SIGINT or SIGTERM.
 
-    Raises ConfigError or DataError before any device is used, another SlimePpoError when the run fails, with the place in
-    its text. On every way out all processes that the run started are ended.
+    Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
+    every way out all processes that the run started are ended.
     """
     clock = RunClock()
     inputs = read_inputs(config)
     try:
         with ExitStack() as stack:
+            stack.enter_context(interrupts_raise())
             _prepare_run_folder(config)
             stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config))
             cluster = stack.enter_context(RayCluster(_cluster_settings(config)))
-            stack.enter_context(interrupts_raise())
+            stack.enter_context(interrupts_raise())  # again: ray.init has put its own handlers in their place
             say(cluster.description)
             parts = _start(config, cluster, inputs, clock)
             stack.callback(parts.tracker.close)
@@ -86,7 +87,14 @@ def say(*lines: str) -> None:
 
 
 def read_inputs(config: Config) -> RunInputs:
-    """Read and check every input. Raises ConfigError or DataError; nothing is started or written."""
+    """Read and check every input; nothing is started or written. Raises ConfigError for everything that is wrong."""
+    try:
+        return _read_inputs(config)
+    except (DataError, CheckpointError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read_inputs(config: Config) -> RunInputs:
     shapes = preflight(config)
     check_engine_support(config, returns_support=RayRolloutEngine.returns_support)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
@@ -127,14 +135,17 @@ def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin
 
 
 def _prepare_run_folder(config: Config) -> None:
-    """The folder with the resolved config and the driver's log."""
+    """The folder with the resolved config and the driver's log; warnings are shown on the console, too."""
     folder = Path(config.run.save)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     handler = logging.FileHandler(folder / "logs" / "driver.log", mode="w", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     package = logging.getLogger("slime_ppo")
-    package.handlers = [handler]
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    console.setFormatter(logging.Formatter("warning: %(message)s"))
+    package.handlers = [handler, console]
     package.setLevel(logging.INFO)
     package.propagate = False
 
