@@ -37,5 +37,9 @@ class ParallelError(SlimePpoError):
     """Ranks, groups or placement that do not fit together, or a rank that died."""
 
 
+class EchoedError(ParallelError):
+    """Another rank found something wrong and says what; this one stops with it instead of waiting in a collective."""
+
+
 class NumericsError(SlimePpoError):
     """A number that must be finite is not, or a run of skipped steps passed its limit."""

@@ -185,6 +185,7 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
         device=cluster.device,
         trust_remote_code=config.model.trust_remote_code,
         num_threads=config.cluster.num_threads_per_rank,
+        starts_offloaded=config.cluster.offload,
     )
     actor_ranks = worker_settings(config, "actor", init_method=actor.rendezvous(), device=cluster.device)
     critic_ranks = worker_settings(config, "critic", init_method=critic.rendezvous(), device=cluster.device)

@@ -27,12 +27,19 @@ from slime_ppo.rollout.generate import SampleBuilder, without_aborted
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
 from slime_ppo.tracking.phrases import common_phrases
-from slime_ppo.tracking.rollout_metrics import batch_metrics, is_skipped, stage_metrics, step_records, training_metrics
+from slime_ppo.tracking.rollout_metrics import (
+    batch_metrics,
+    is_early_stopped,
+    is_skipped,
+    stage_metrics,
+    step_records,
+    training_metrics,
+)
 from slime_ppo.tracking.sample_records import heldout_records, training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import Prompt, Sample, SamplingParams
 from slime_ppo.types.stats import Stats
-from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.types.step_plan import Step, StepPlan
 from slime_ppo.weight_sync.base import WeightSync
 
 _log = logging.getLogger(__name__)
@@ -100,8 +107,7 @@ class PpoTrainer:
             parts.turns.take("actor")
             with clock.phase("actor train"):
                 actor_steps = parts.actor.train(handle, plan, self._learning_rates("actor", rollout_id, plan))
-            self.version += 1
-        self._check_skipped(actor_steps, critic_steps)
+            self.version += any(not is_skipped(step) for step in actor_steps)
 
         if rollout_id == self.config.run.num_rollout - 1 and parts.heldout:
             self.push_weights()
@@ -114,6 +120,7 @@ class PpoTrainer:
         if trains_actor:
             self._update_kl(log_prob_stats)
         self._report(rollout_id, metrics, (actor_steps, critic_steps), samples=samples, handle=handle)
+        self._check_skipped(actor_steps, critic_steps)
 
     def save_hf(self) -> None:
         """The weights of both roles as Hugging Face folders."""
@@ -172,8 +179,12 @@ class PpoTrainer:
         }
 
     def _plan(self, batch: RolloutBatch) -> StepPlan:
-        """Who trains in which step; samples without a trainable token are in none."""
+        """Who trains in which step; samples without a trainable token are in none. When that is all of them the planned
+        steps are empty: they are skipped and counted like any other empty step."""
         trainable = np.flatnonzero(batch.trainable_tokens)
+        if not len(trainable):
+            empty = (Step(pass_index=0, step_index=index, rows=trainable) for index in range(self.config.steps_per_rollout))
+            return StepPlan(batch.rollout_id, tuple(empty))
         plan = make_step_plan(
             batch.rollout_id,
             batch.trajectory_ids[trainable],
@@ -212,8 +223,9 @@ class PpoTrainer:
         )
 
     def _evaluation_due(self, rollout_id: int) -> bool:
-        interval = self.config.eval.eval_interval
-        return bool(self.parts.heldout) and interval > 0 and rollout_id % interval == 0
+        """Before a rollout whose number is a multiple of the interval; the last rollout is evaluated after its updates."""
+        last = rollout_id == self.config.run.num_rollout - 1
+        return bool(self.parts.heldout) and not last and rollout_id % self.config.eval.eval_interval == 0
 
     def _check_gap(self, stats: Stats) -> None:
         """Stop when engine and trainer no longer agree on the tokens' log-probs (--max-logprob-gap)."""
@@ -235,11 +247,11 @@ class PpoTrainer:
             )
 
     def _check_skipped(self, actor: Sequence[Stats], critic: Sequence[Stats]) -> None:
-        """Stop after too many optimizer steps in a row that changed nothing."""
+        """Stop after too many optimizer steps in a row that changed nothing, early stops by KL aside: those are intended."""
         steps: dict[RoleName, Sequence[Stats]] = {"actor": actor, "critic": critic}
         limit = self.config.ppo.max_skipped_steps
         for role, found in steps.items():
-            for step in found:
+            for step in (step for step in found if not is_early_stopped(step)):
                 self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if is_skipped(step) else 0
                 if self.skipped_in_a_row[role] >= limit:
                     raise NumericsError(

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from slime_ppo.errors import ParallelError, SlimePpoError
+from slime_ppo.errors import EchoedError, ParallelError, SlimePpoError
 
 # a dead rank and its peers' broken collectives fail within moments of each other
 _SETTLE_S = 2.0
@@ -38,9 +38,10 @@ def gather(calls: Sequence[Call], *, phase: str, timeout_s: float, watched: Sequ
         if not ready:
             late = ", ".join(call.who for call in calls if call.ref in pending)
             raise ParallelError(f"{phase} took longer than {timeout_s:g} s (--call-timeout-s): no answer from {late}")
-        if ready[0] in guards or _failure(ready[0]) is not None:
-            raise _most_telling([*calls, *watched], phase)
+        # all that has finished by now, not only the one that ended the wait: a failure must not slip by beside a success
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+        if ready[0] in guards or any(_failure(ref) is not None for ref in done):
+            raise _most_telling([*calls, *watched], phase)
     return ray.get([call.ref for call in calls])
 
 
@@ -77,6 +78,8 @@ def _most_telling(calls: Sequence[Call], phase: str) -> SlimePpoError:
 
 
 def _rank(error: Exception) -> int:
+    """0 dead process, 1 an error of its own, 2 an echo: a broken collective, or another rank's bad news."""
     if isinstance(error, RayActorError):
         return 0
-    return 2 if any(mark in str(error) for mark in _COLLECTIVE_MARKS) else 1
+    echo = isinstance(error, EchoedError) or any(mark in str(error) for mark in _COLLECTIVE_MARKS)
+    return 2 if echo else 1

@@ -89,10 +89,11 @@ class RayTrainGroup:
         return tuple(specs)
 
     def export_bucket(self, bucket: Bucket) -> "ray.ObjectRef[Any]":
-        """A reference to the bucket's bytes, gathered over the ranks."""
-        answers: list[ray.ObjectRef[Any]] = [rank.export_bucket.remote(bucket) for rank in self.ranks]
-        self._wait(answers, "weight export")
-        return answers[0]
+        """A reference to the bucket's bytes, gathered over the ranks; they go from rank 0 to the reader, not through here."""
+        answers = [rank.export_bucket.remote(bucket) for rank in self.ranks]
+        self._gather([done for _, done in answers], "weight export")
+        held: ray.ObjectRef[Any] = answers[0][0]
+        return held
 
     def save_hf(self, folder: str) -> None:
         self._gather([rank.save_hf.remote(folder, self._bucket_bytes) for rank in self.ranks], "saving weights")
@@ -103,10 +104,6 @@ class RayTrainGroup:
 
     def _gather(self, refs: Sequence["ray.ObjectRef[Any]"], phase: str) -> list[Any]:
         return gather(self._calls(refs), phase=f"{self.role} {phase}", timeout_s=self._timeout_s, watched=self._watched)
-
-    def _wait(self, refs: Sequence["ray.ObjectRef[Any]"], phase: str) -> None:
-        self._gather(refs[1:], phase)  # rank 0 holds the bytes: they go from its process to the reader, not through here
-        ray.wait([refs[0]], timeout=self._timeout_s, fetch_local=False)
 
     def _calls(self, refs: Sequence["ray.ObjectRef[Any]"]) -> list[Call]:
         return [Call(ref, f"{self.role} rank {rank}") for rank, ref in enumerate(refs)]

@@ -53,7 +53,7 @@ def _logged(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-# a column part, which stays in the object store, and statistics, which go to the driver
+# something large, which stays in the object store, and something small, which the driver waits for
 _two_results = cast(Callable[[Callable[..., Any]], Callable[..., Any]], ray.method(num_returns=2))
 
 
@@ -144,10 +144,12 @@ class RankProcess(Process):
         return _present(self._exporter).specs
 
     @_logged
-    def export_bucket(self, bucket: Bucket) -> np.ndarray | None:
-        """The bucket's bytes on rank 0, None elsewhere. All ranks of the role are called together."""
+    @_two_results
+    def export_bucket(self, bucket: Bucket) -> tuple[np.ndarray | None, None]:
+        """The bucket's bytes on rank 0, None elsewhere, and a small result to wait for. All ranks of the role are called
+        together."""
         tensors = _present(self._exporter).gather(bucket)
-        return pack_bucket(bucket, tensors) if self._is_first else None
+        return (pack_bucket(bucket, tensors) if self._is_first else None), None
 
     @_logged
     def save_hf(self, folder: str, bucket_bytes: int) -> None:
@@ -184,12 +186,16 @@ class EngineProcess(Process):
         self._engine: EmbeddedEngine | None = None
 
     @_logged
-    def start(self, hf_folder: str, *, dtype: str, device: str, trust_remote_code: bool, num_threads: int) -> None:
+    def start(
+        self, hf_folder: str, *, dtype: str, device: str, trust_remote_code: bool, num_threads: int, starts_offloaded: bool
+    ) -> None:
         from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 
         self._engine = EmbeddedEngine(
             hf_folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code, num_threads=num_threads
         )
+        if starts_offloaded:
+            self._engine.offload(EnginePart.ALL)
 
     @_logged
     def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:

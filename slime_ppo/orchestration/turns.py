@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 class DeviceTurns:
     """Wakes one tenant at a time and offloads the others; nothing wakes or sleeps as a side effect of something else.
 
-    All tenants are awake at first. With `offload` False (all fits together) they stay so. `events` keeps ("wake" or
+    All tenants start offloaded. With `offload` False (all fits together) they start, and stay, awake. `events` keeps ("wake" or
     "offload", tenant) in order; `on_time` gets the seconds of each change.
     """
 
@@ -26,7 +26,7 @@ class DeviceTurns:
     awake: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.awake = set(self.tenants)  # everything that has just started holds its memory
+        self.awake = set() if self.offload else set(self.tenants)
 
     def is_awake(self, name: str) -> bool:
         return name in self.awake

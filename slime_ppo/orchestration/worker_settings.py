@@ -48,4 +48,8 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         )
         for rank in range(one.num_ranks)
     ]
-    return [WorkerSettings(rank=rank, layout=layout, model=model, optimizer=optimizer, batch=batch) for rank in ranks]
+    offload = config.cluster.offload
+    return [
+        WorkerSettings(rank=rank, layout=layout, model=model, optimizer=optimizer, batch=batch, starts_offloaded=offload)
+        for rank in ranks
+    ]

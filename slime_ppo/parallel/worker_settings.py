@@ -52,10 +52,11 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Everything one rank needs to come up."""
+    """Everything one rank needs to come up. `starts_offloaded`: it frees the device again as soon as it is built."""
 
     rank: RankSettings
     layout: ParallelLayout
     model: ModelSettings
     optimizer: OptimizerSettings
     batch: BatchSettings
+    starts_offloaded: bool = False

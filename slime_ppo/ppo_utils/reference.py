@@ -68,9 +68,23 @@ def values_of(critic: Model, sample: ReferenceSample) -> tuple[Tensor, Tensor]:
 # 2. Token rewards.
 
 
-def token_rewards(sample: ReferenceSample, old_full: Sequence[float], ref: Sequence[float], kl_coef: float) -> list[float]:
-    """r_t = process reward_t - kl_coef (log p_old - log p_ref), plus the sequence reward at the last trainable token."""
-    rewards = [-kl_coef * (old - other) for old, other in zip(old_full, ref, strict=True)]
+def kl_estimate(log_ratio: Tensor, kind: str) -> Tensor:
+    """k1 = lr, k2 = lr^2 / 2, k3 = e^-lr - 1 + lr, or low_var_kl = k3 clamped to +-10, of one token; lr = log p - log p_ref."""
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio**2 / 2
+    log_ratio = log_ratio.clamp(-20, 20)
+    k3 = (-log_ratio).exp() - 1 + log_ratio
+    return k3.clamp(-10, 10) if kind == "low_var_kl" else k3
+
+
+def token_rewards(
+    sample: ReferenceSample, old_full: Sequence[float], ref: Sequence[float], settings: ReferenceSettings
+) -> list[float]:
+    """r_t = process reward_t - kl_coef KL_t of old and reference, plus the sequence reward at the last trainable token."""
+    log_ratios = torch.tensor(old_full, dtype=torch.float64) - torch.tensor(ref, dtype=torch.float64)
+    rewards = [-settings.kl_coef * kl_estimate(log_ratio, settings.kl_reward_type).item() for log_ratio in log_ratios]
     if not rewards:
         return rewards
     for i, process_reward in enumerate(sample.process_rewards or ()):
@@ -133,7 +147,7 @@ def score(
             old, old_full, _ = (x.tolist() for x in log_probs_and_entropy(policy, sample, settings))
             _, ref, _ = (x.tolist() for x in log_probs_and_entropy(reference, sample, settings))
             values, last_value = values_of(critic, sample)
-        rewards = token_rewards(sample, old_full, ref, settings.kl_coef)
+        rewards = token_rewards(sample, old_full, ref, settings)
         old_values, after = values.tolist(), last_value.item() if sample.bootstraps else 0.0
         advantages, returns = advantages_and_returns(rewards, old_values, after, settings)
         scored.append(ScoredSample(sample, old, old_full, ref, old_values, rewards, returns, advantages))
@@ -179,16 +193,6 @@ def value_loss(value: Tensor, old_value: float, target: float, settings: Referen
     return 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2)
 
 
-def kl_loss(log_prob: Tensor, ref_log_prob: float, kind: str) -> Tensor:
-    """k2 = lr^2 / 2, k3 = e^-lr - 1 + lr, or low_var_kl = k3 clamped to +-10, of one token; lr = log p - log p_ref."""
-    log_ratio = log_prob - ref_log_prob
-    if kind == "k2":
-        return log_ratio**2 / 2
-    log_ratio = log_ratio.clamp(-20, 20)
-    k3 = (-log_ratio).exp() - 1 + log_ratio
-    return k3.clamp(-10, 10) if kind == "low_var_kl" else k3
-
-
 def _optimize(loss: Tensor, optimizer: Optimizer, lr: float, clip_grad: float) -> float:
     """One optimizer step, left out when the gradient is not finite; the gradient norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -229,7 +233,7 @@ def actor_step(
         log_probs, full, entropy = log_probs_and_entropy(policy, one.sample, settings)
         for t in range(len(one.advantages)):
             pg = policy_loss(log_probs[t], one.old_log_probs[t], one.advantages[t], settings)
-            kl = kl_loss(full[t], one.ref_log_probs[t], settings.kl_loss_type)
+            kl = kl_estimate(full[t] - one.ref_log_probs[t], settings.kl_loss_type)
             policy_terms.append(weight * pg)
             all_terms.append(weight * (pg - settings.entropy_coef * entropy[t] + settings.kl_loss_coef * kl))
             entropies.append(entropy[t].item())

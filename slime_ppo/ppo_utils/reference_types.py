@@ -54,6 +54,7 @@ class ReferenceSettings:
     value_clip: float = 0.2
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
+    kl_reward_type: str = "k1"
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
     kl_target: float | None = None

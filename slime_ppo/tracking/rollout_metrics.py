@@ -30,6 +30,7 @@ _CRITIC_NAMES = {
     "value_clipfrac": "critic-value_clipfrac",
     "grad_norm": "critic-grad_norm",
     "lr": "critic-lr",
+    "num_tokens": "critic-num_tokens",
 }
 
 
@@ -38,7 +39,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     lengths = batch.response_lens
     cut = batch.finish == FINISH_CODES.index(FinishReason.LENGTH)
     supports = {}
-    if batch.support_counts is not None:
+    if batch.support_counts is not None and batch.loss_mask.any():
         supports = {"rollout/one_token_supports": float((batch.support_counts[batch.loss_mask] == 1).mean())}
     return supports | {
         "rollout/raw_reward": float(batch.rewards.mean(dtype=np.float64)),
@@ -68,6 +69,7 @@ def training_metrics(actor: Sequence[Stats], critic: Sequence[Stats]) -> dict[st
         values = merged.result() | {name: total / len(ran) for name, total in merged.totals.items()}
         metrics |= {f"train/{metric}": values[name] for name, metric in names.items() if name in values}
     if actor:
+        metrics["train/early_stopped_steps"] = float(sum(is_early_stopped(step) for step in actor))
         metrics["train/skipped_steps"] = float(sum(is_skipped(step) for step in actor))
     metrics["train/critic-skipped_steps"] = float(sum(is_skipped(step) for step in critic))
     return metrics
@@ -76,6 +78,11 @@ def training_metrics(actor: Sequence[Stats], critic: Sequence[Stats]) -> dict[st
 def is_skipped(step: Stats) -> bool:
     """True for an optimizer step that changed nothing."""
     return step.sums["skipped"] > 0
+
+
+def is_early_stopped(step: Stats) -> bool:
+    """True for a step that was left out because the policy had moved too far (--kl-early-stop), as intended."""
+    return "early_stopped" in step.sums and step.sums["early_stopped"] > 0
 
 
 def step_records(

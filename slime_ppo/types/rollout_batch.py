@@ -184,10 +184,12 @@ class RolloutBatch:
 
     @staticmethod
     def from_samples(rollout_id: int, samples: Sequence[Sample]) -> "RolloutBatch":
-        """Pack samples whose rewards are known. All of them, or none, must have a support."""
-        unrewarded = [s.sample_id for s in samples if s.reward is None]
-        if unrewarded:
-            raise DataError(f"samples {unrewarded[:5]} of rollout {rollout_id} have no reward")
+        """Pack samples whose rewards are known. All of them, or none, must have a support.
+
+        Raises DataError that names the sample: no tokens, columns of another length than its response, a reward that is
+        missing, not finite in float32, or another one than that of the same trajectory (SEMANTICS 1, 3).
+        """
+        _check_samples(rollout_id, samples)
         restricted = [s.support is not None for s in samples]
         if any(restricted) and not all(restricted):
             raise DataError(
@@ -215,6 +217,32 @@ class RolloutBatch:
         columns: dict[str, np.ndarray] = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
         columns |= {name: _concatenate(pieces, COLUMNS[name].dtype) for name, pieces in ragged.items()}
         return RolloutBatch(rollout_id=rollout_id, **columns)
+
+
+def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
+    reward_of: dict[int, float] = {}
+    for sample in samples:
+        where = f"sample {sample.sample_id} of rollout {rollout_id}"
+        num_tokens = len(sample.response_ids)
+        if num_tokens == 0 or len(sample.prompt.token_ids) == 0:
+            raise DataError(
+                f"{where} has {len(sample.prompt.token_ids)} prompt and {num_tokens} response tokens, expected at least 1 each"
+            )
+        lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
+        if sample.support is not None:
+            lengths["support.counts"] = len(sample.support.counts)
+        wrong = {name: length for name, length in lengths.items() if length != num_tokens}
+        if wrong:
+            raise DataError(f"{where} has {num_tokens} response tokens, but {wrong}; expected one entry per token")
+        if sample.reward is None:
+            raise DataError(f"{where} has no reward")
+        if not abs(sample.reward) <= np.finfo(np.float32).max:
+            raise DataError(f"{where} has reward {sample.reward}, expected a number that is finite in float32")
+        if reward_of.setdefault(sample.trajectory_id, sample.reward) != sample.reward:
+            raise DataError(
+                f"{where} has reward {sample.reward}, another part of trajectory {sample.trajectory_id} has "
+                f"{reward_of[sample.trajectory_id]}: all parts of a trajectory carry the same sequence reward"
+            )
 
 
 def filled(column: np.ndarray | None) -> np.ndarray:

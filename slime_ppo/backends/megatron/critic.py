@@ -10,7 +10,8 @@ from slime_ppo.backends.megatron.collectives import data_parallel_group
 from slime_ppo.backends.megatron.role import (
     MegatronRole,
     add_token_means,
-    require_finite_columns,
+    non_finite_columns,
+    raise_together,
     run_steps,
     sample_weights,
     token_weights,
@@ -43,9 +44,9 @@ class CriticRole(MegatronRole):
         `batch` holds old and, where the KL is charged, reference log-probs; `kl_coef` is the controller's beta.
         Returns the samples of this rank (None on ranks whose samples another rank reports).
         """
-        part = self.columns(self.micro_batches(batch, np.arange(batch.num_samples)), _value_head)
+        part = self.columns(self.micro_batches(batch, np.arange(batch.num_samples)), self._value_head)
         mine = batch.select(part.rows).with_columns(**part.columns)
-        require_finite_columns(mine, part.columns)
+        raise_together(non_finite_columns(mine, part.columns), self.device)
         mask, lens = torch.tensor(mine.loss_mask), torch.tensor(mine.response_lens)
         values = torch.tensor(filled(mine.values))
         rewards = self._token_rewards(mine, mask, lens, kl_coef)
@@ -99,6 +100,12 @@ class CriticRole(MegatronRole):
             kl_kind=self._ppo.kl_reward_type,
         ).rewards
 
+    def _value_head(self, _: MicroBatch, output: torch.Tensor, last: torch.Tensor) -> dict[str, torch.Tensor]:
+        columns = {"values": output.float().reshape(-1)}
+        if self._ppo.truncation_policy == "bootstrap":
+            columns["bootstrap_values"] = last.float().reshape(-1)
+        return columns
+
     def _bootstrap(self, mine: RolloutBatch) -> torch.Tensor | None:
         """V after the whole response for samples cut by length, 0 for the others (--truncation-policy bootstrap)."""
         if self._ppo.truncation_policy != "bootstrap":
@@ -127,10 +134,6 @@ class CriticRole(MegatronRole):
         outcome = self.apply(lr)
         stats.add_value("skipped", float(not outcome.stepped))
         stats.add_value("grad_norm", outcome.grad_norm)
-
-
-def _value_head(_: MicroBatch, output: torch.Tensor, last: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"values": output.float().reshape(-1), "bootstrap_values": last.float().reshape(-1)}
 
 
 def _merged_over_ranks(own: ExplainedVariance) -> ExplainedVariance:

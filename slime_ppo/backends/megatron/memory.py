@@ -46,6 +46,8 @@ class Offloader:
         self._parked = list(parked.values())
         for entry in self._parked:
             entry.storage.resize_(0)
+        if any(entry.storage.device.type == "cuda" for entry in self._parked):
+            torch.cuda.empty_cache()  # freed blocks, activations' too, would stay with this process's allocator
 
     def wake(self) -> None:
         """Allocate again and copy back. Does nothing when awake."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from slime_ppo.backends.megatron.collectives import sum_over_data_parallel
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.memory import Offloader
@@ -24,6 +25,7 @@ from slime_ppo.conversion.table import ConversionTable
 from slime_ppo.conversion.table import Head as HeadKind
 from slime_ppo.data.pack import pack_micro_batch
 from slime_ppo.data.schedule import split_rows
+from slime_ppo.errors import EchoedError, NumericsError, SlimePpoError
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import masked_sum
 from slime_ppo.ppo_utils.denominator import make_denominator
@@ -60,6 +62,8 @@ class MegatronRole:
             self._load(settings.model.hf_folder)
         self.optimizer = build_optimizer(self.chunks, settings.optimizer, bf16=dtype == torch.bfloat16)
         self.memory = Offloader(self.chunks, self.optimizer)
+        if settings.starts_offloaded:
+            self.memory.offload()
 
     def _load(self, folder: str) -> None:
         load_hf_weights(self.model, self.table, HfWeights(folder), source=folder)
@@ -94,7 +98,8 @@ def run_steps(
 ) -> list[Stats]:
     """Call `run(step, lr, stats)` for each planned step that has a trainable token, until it returns True.
 
-    Skipped steps say so in their statistics; every step reports its learning rate and its number of trainable tokens.
+    Skipped steps say so in their statistics, with early_stopped = 1 where `run` has asked for it; every step reports its
+    learning rate and its number of trainable tokens.
     """
     results: list[Stats] = []
     stopped = False
@@ -103,6 +108,7 @@ def run_steps(
         trainable = int(batch.trainable_tokens[step.rows].sum())
         if stopped or not trainable:
             stats.add_value("skipped", 1.0)
+            stats.add_value("early_stopped", float(stopped))
         else:
             stopped = run(step, lr, stats)
         stats.add_value("lr", lr)
@@ -138,12 +144,36 @@ def add_token_means(stats: Stats, mask: torch.Tensor, values: Mapping[str, torch
         stats.add_mean(name, *masked_sum(value, mask))
 
 
+def raise_together(error: SlimePpoError | None, device: torch.device) -> None:
+    """Raise `error` here and EchoedError on every other data-parallel rank, so that none waits in the next collective for
+    one that has left. Nothing happens when no rank has an error. Collective over data-parallel ranks."""
+    [failed] = sum_over_data_parallel([0.0 if error is None else 1.0], device)
+    if error is not None:
+        raise error
+    if failed:
+        raise EchoedError(f"{failed:.0f} other data-parallel ranks found something wrong with their samples")
+
+
+def non_finite_columns(batch: RolloutBatch, columns: Mapping[str, np.ndarray]) -> NumericsError | None:
+    """What `require_finite_columns` would raise, or None."""
+    try:
+        require_finite_columns(batch, columns)
+    except NumericsError as error:
+        return error
+    return None
+
+
 def require_finite_columns(batch: RolloutBatch, columns: Mapping[str, np.ndarray]) -> None:
-    """NumericsError naming the sample when a per-token column is not finite at a trainable token."""
+    """NumericsError naming the sample when a per-token column is not finite at a trainable token, or a per-sample one of a
+    sample that has any."""
     mask, lens = torch.tensor(batch.loss_mask), torch.tensor(batch.response_lens)
     for name, values in columns.items():
         if COLUMNS[name].per == "response_token":
             require_finite(torch.tensor(values), mask, lens, sample_ids=torch.tensor(batch.sample_ids), name=name)
+            continue
+        bad = np.flatnonzero(~np.isfinite(values) & (batch.trainable_tokens > 0))
+        if len(bad):
+            raise NumericsError(f"{name} of sample {batch.sample_ids[bad[0]]} is {values[bad[0]]}, expected a finite number")
 
 
 class ReferenceWeights:

@@ -47,7 +47,7 @@ class Case:
                 device="cpu",
                 seed=1,
                 num_threads=1,
-                deterministic=False,
+                deterministic=True,
                 collective_timeout_s=60.0,
             ),
             layout=self.layout,
@@ -62,6 +62,7 @@ class Case:
                 clip_grad=1.0, weight_decay=self.weight_decay, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6
             ),
             batch=self.batching,
+            starts_offloaded=False,
         )
 
     def on(self, layout: ParallelLayout, batching: BatchSettings, folder: Path) -> "Case":

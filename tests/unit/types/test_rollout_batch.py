@@ -1,5 +1,7 @@
 """Columns of a rollout: lengths and types are checked, rows are selected, parts of ranks come together in sample order."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -117,8 +119,24 @@ def test_with_columns_wrong_shape_or_type_is_a_data_error(batch: RolloutBatch, c
 
 
 def test_from_samples_without_reward_names_the_samples() -> None:
-    with pytest.raises(DataError, match=r"samples \[1\] of rollout 0 have no reward"):
+    with pytest.raises(DataError, match="sample 1 of rollout 0 has no reward"):
         RolloutBatch.from_samples(0, [_sample(0, [1], [2]), _sample(1, [1], [2], reward=None)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_mask": np.ones(2, bool)}, "sample 1 of rollout 0 has 1 response tokens, but {'loss_mask': 2}"),
+        ({"rollout_log_probs": np.zeros(0, np.float32)}, "but {'rollout_log_probs': 0}"),
+        ({"reward": float("nan")}, "sample 1 of rollout 0 has reward nan, expected a number that is finite in float32"),
+        ({"reward": 1e39}, "has reward 1e+39"),
+        ({"reward": 0.25, "trajectory_id": 0}, "another part of trajectory 0 has"),
+        ({"response_ids": np.zeros(0, np.int32)}, "has 1 prompt and 0 response tokens"),
+    ],
+)
+def test_from_samples_bad_sample_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        RolloutBatch.from_samples(0, [_sample(0, [1], [2]), _sample(1, [1], [2], **changes)])
 
 
 def test_from_samples_support_of_some_samples_only_names_one_without() -> None:
