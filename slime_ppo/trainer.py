@@ -9,7 +9,7 @@ On shared devices exactly one of rollout, actor and critic is awake; `turns` cha
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -179,12 +179,9 @@ class PpoTrainer:
         }
 
     def _plan(self, batch: RolloutBatch) -> StepPlan:
-        """Who trains in which step; samples without a trainable token are in none. When that is all of them the planned
-        steps are empty: they are skipped and counted like any other empty step."""
+        """Who trains in which step; samples without a trainable token are in none. When no step is left (nothing trainable, or
+        less than one full step with --partial-step drop) the planned steps are empty: skipped and counted like any other."""
         trainable = np.flatnonzero(batch.trainable_tokens)
-        if not len(trainable):
-            empty = (Step(pass_index=0, step_index=index, rows=trainable) for index in range(self.config.steps_per_rollout))
-            return StepPlan(batch.rollout_id, tuple(empty))
         plan = make_step_plan(
             batch.rollout_id,
             batch.trajectory_ids[trainable],
@@ -192,8 +189,11 @@ class PpoTrainer:
             num_epochs=self.config.ppo.num_epochs_per_rollout,
             seed=self.config.run.seed,
             partial_step=self.config.batch.partial_step,
-        )
-        return plan.renumbered(trainable)
+        ).renumbered(trainable)
+        if plan.steps:
+            return plan
+        empty = (Step(pass_index=0, step_index=index, rows=trainable[:0]) for index in range(self.config.steps_per_rollout))
+        return replace(plan, steps=tuple(empty))
 
     def _learning_rates(self, role: RoleName, rollout_id: int, plan: StepPlan) -> list[float]:
         """The rate of each step, a function of (rollout, planned step); the actor's schedule starts after critic-only rollouts."""

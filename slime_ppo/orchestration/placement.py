@@ -102,6 +102,7 @@ class RayCluster:
             return
         cores = os.cpu_count() or 1
         ray.init(
+            address="local",  # without it Ray joins a cluster that `ray start` has left on this machine
             num_cpus=max(cores, self._settings.num_bundles),
             include_dashboard=False,
             object_store_memory=self._settings.object_store_bytes,

@@ -14,12 +14,16 @@ _LOCAL = {
 
 
 def cluster_address(config: ClusterConfig) -> str | None:
-    """The cluster to join: --ray-address, else RAY_ADDRESS (set by `ray job submit`), else None: a local one is started."""
-    return os.environ.get("RAY_ADDRESS") if config.ray_address is None else config.ray_address
+    """The cluster to join: --ray-address, else RAY_ADDRESS (set by `ray job submit`), else None: a local one is started.
+
+    "local", Ray's own word for that, and an empty RAY_ADDRESS mean the same.
+    """
+    address = os.environ.get("RAY_ADDRESS") if config.ray_address is None else config.ray_address
+    return None if address in ("", "local") else address
 
 
 def prepare_ray_environment(config: ClusterConfig) -> None:
-    """Set what a local cluster needs; call before the first `import ray`. Variables that are set already are kept.
+    """Set what a local cluster needs; call before the first `import ray`. RAY_ variables that are set already are kept.
 
     A local cluster listens on all network interfaces and cannot be told otherwise. Its lock is a token: one made for this
     run, known to its own processes only.

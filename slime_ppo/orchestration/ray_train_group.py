@@ -37,14 +37,15 @@ class RayTrainGroup:
         self._timeout_s = timeout_s
         self._watched = watched
         self.ranks = [
-            cluster.spawn(RankProcess, tenant=role, bundle=rank, arguments=(f"{role}-{rank}", log_dir)) for rank in range(num_ranks)
+            cluster.spawn(RankProcess, tenant=role, bundle=rank, arguments=(f"{role}-{rank}", log_dir, cluster.device))
+            for rank in range(num_ranks)
         ]
         watched.extend(self._calls([rank.outlive.remote() for rank in self.ranks]))
 
     def rendezvous(self) -> str:
-        """Where the role's process group meets."""
-        [address] = self._gather([self.ranks[0].rendezvous.remote()], "start")
-        return str(address)
+        """Where the role's process group meets; ready when rank 0 has imported torch and serves a store."""
+        [init_method] = self._gather([self.ranks[0].rendezvous.remote()], "start")
+        return str(init_method)
 
     def start(self, method: str, arguments: Sequence[Sequence[object]]) -> list[Call]:
         """Begin building the role, one tuple of arguments per rank; wait for the calls together with the other roles'."""

@@ -6,7 +6,6 @@ Torch, Megatron and transformers are imported in their methods, in their process
 import faulthandler
 import logging
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -83,23 +82,33 @@ class Process:
 class RankProcess(Process):
     """One rank of the actor or the critic."""
 
-    def __init__(self, name: str, log_dir: str) -> None:
+    def __init__(self, name: str, log_dir: str, device: DeviceKind) -> None:
         super().__init__(name, log_dir)
         self._actor: ActorRole | None = None
         self._critic: CriticRole | None = None
         self._exporter: WeightExporter | None = None
+        self._store: object = None
+        self._import_megatron(device)
 
+    @_logged
+    def _import_megatron(self, device: DeviceKind) -> None:
+        """The slow part of a start; here, so that all processes do it side by side."""
+        from slime_ppo.backends.megatron.device import prepare_megatron
+
+        prepare_megatron(device)
+        from slime_ppo.backends.megatron import actor, critic  # noqa: F401
+
+    @_logged
     def rendezvous(self) -> str:
-        """An address on this node where a process group can meet; asked of rank 0."""
-        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        """The init_method by which this role's ranks meet at a store that this process serves; asked of rank 0."""
+        from slime_ppo.backends.megatron.init import serve_store
+
+        self._store, init_method = serve_store(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        return init_method
 
     @_logged
     def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, temperature: float) -> None:
         """Join the other ranks and build the policy. All ranks of the actor are called together."""
-        _prepare_torch(settings.rank.device)
         from slime_ppo.backends.megatron.actor import ActorRole
 
         self._actor = ActorRole(settings, ppo, temperature)
@@ -108,7 +117,6 @@ class RankProcess(Process):
     @_logged
     def start_critic(self, settings: WorkerSettings, ppo: PpoConfig) -> None:
         """Join the other ranks and build the value function. All ranks of the critic are called together."""
-        _prepare_torch(settings.rank.device)
         from slime_ppo.backends.megatron.critic import CriticRole
 
         self._critic = CriticRole(settings, ppo)
@@ -236,13 +244,6 @@ class EngineProcess(Process):
         different = [name for name in sent if held[name] != sent[name]]
         if different:
             raise WeightSyncError(f"after the push the engine's {', '.join(different)} differ from the trainer's")
-
-
-def _prepare_torch(device: DeviceKind) -> None:
-    """Before the first import of megatron.core."""
-    from slime_ppo.backends.megatron.device import prepare_megatron
-
-    prepare_megatron(device)
 
 
 def _present(started: Started | None) -> Started:

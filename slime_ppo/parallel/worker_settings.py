@@ -10,7 +10,10 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Where a rank stands and how it computes. `init_method` is torch.distributed's, e.g. tcp://127.0.0.1:29500."""
+    """Where a rank stands and how it computes.
+
+    `init_method` is torch.distributed's (file:///path, env://), or store://host:port for a TCPStore that is served already.
+    """
 
     rank: int
     init_method: str

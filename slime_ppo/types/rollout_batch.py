@@ -236,7 +236,7 @@ def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
             raise DataError(f"{where} has {num_tokens} response tokens, but {wrong}; expected one entry per token")
         if sample.reward is None:
             raise DataError(f"{where} has no reward")
-        if not abs(sample.reward) <= np.finfo(np.float32).max:
+        if not abs(sample.reward) <= float(np.finfo(np.float32).max):
             raise DataError(f"{where} has reward {sample.reward}, expected a number that is finite in float32")
         if reward_of.setdefault(sample.trajectory_id, sample.reward) != sample.reward:
             raise DataError(

@@ -86,10 +86,9 @@ def test_more_ranks_than_the_cluster_has_cpus_is_refused_with_both_numbers(joine
 
 
 def test_weight_push_left_out_is_caught_by_the_log_prob_gap(joined_runs: Runs, tmp_path: Path) -> None:
-    flags = (*SMALL, "--max-logprob-gap", "1e-4", "--num-critic-only-steps", "0")
-    code, output = joined_runs.finish(tmp_path / "whole", *flags)
-    assert code == 0, output
-    code, output = joined_runs.finish(tmp_path / "skipped", *flags, script="tests/e2e/driver_without_second_push.py")
+    # the other tests here run with the same limit, the quickstart's, and pass it
+    flags = (*SMALL, "--num-critic-only-steps", "0")
+    code, output = joined_runs.finish(tmp_path / "run", *flags, script="tests/e2e/driver_without_second_push.py")
     assert code == 1
     [error] = [line for line in output.splitlines() if line.startswith("error:")]
     assert "rollout 1" in error and "more than --max-logprob-gap 0.0001" in error

@@ -5,10 +5,13 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slime_ppo.backends.megatron.device import collective_backend, prepare_megatron
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import RankSettings
+
+_STORE_SCHEME = "store://"
 
 
 def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
@@ -21,15 +24,32 @@ def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
     if settings.device == "cuda":
         torch.cuda.set_device(0)  # the launcher leaves one visible device to each rank
     os.environ.update(RANK=str(settings.rank), WORLD_SIZE=str(layout.num_ranks), LOCAL_RANK="0")  # read by megatron-core
-    dist.init_process_group(
-        collective_backend(settings.device),
-        init_method=settings.init_method,
-        rank=settings.rank,
-        world_size=layout.num_ranks,
-        timeout=datetime.timedelta(seconds=settings.collective_timeout_s),
-    )
+    _join(settings, layout.num_ranks)
     init_parallel_state(layout, settings.seed)
     return torch.device(settings.device)
+
+
+def serve_store(host: str) -> tuple[TCPStore, str]:
+    """A store on a free port of this node, and the init_method by which the ranks of a role meet there.
+
+    The port is held from the moment it is chosen: a port that is only looked up can be taken before the ranks are up.
+    Keep the store as long as the process group lives.
+    """
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{_STORE_SCHEME}{host}:{store.port}"
+
+
+def _join(settings: RankSettings, world_size: int) -> None:
+    timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    backend = collective_backend(settings.device)
+    if not settings.init_method.startswith(_STORE_SCHEME):
+        dist.init_process_group(
+            backend, init_method=settings.init_method, rank=settings.rank, world_size=world_size, timeout=timeout
+        )
+        return
+    host, port = settings.init_method.removeprefix(_STORE_SCHEME).rsplit(":", 1)
+    store = TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=settings.rank, world_size=world_size, timeout=timeout)
 
 
 def init_parallel_state(layout: ParallelLayout, seed: int) -> None:

@@ -62,7 +62,6 @@ class Case:
                 clip_grad=1.0, weight_decay=self.weight_decay, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6
             ),
             batch=self.batching,
-            starts_offloaded=False,
         )
 
     def on(self, layout: ParallelLayout, batching: BatchSettings, folder: Path) -> "Case":

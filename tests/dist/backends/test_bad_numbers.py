@@ -97,7 +97,7 @@ def test_train_step_without_trainable_token_dp2_is_skipped_without_moving_the_we
     source = load_file(Path(case.actor_folder) / "model.safetensors")
     actor, critic = _train(megatron_pool, case, make_scored_batch(), plan)[0]
     for role in (actor, critic):
-        assert role.steps == [{"skipped": 1.0, "lr": case.lr, "num_tokens": 0.0}]
+        assert role.steps == [{"skipped": 1.0, "early_stopped": 0.0, "lr": case.lr, "num_tokens": 0.0}]
     assert all(np.array_equal(actor.weights[name], source[name]) for name in source)
 
 

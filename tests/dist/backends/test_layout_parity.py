@@ -23,7 +23,7 @@ NOISE = 0.2
 # of the three steps: the first starts from equal weights, the others from weights that differ by what Adam makes of rounding
 STEP_TOLERANCES = (1e-5, 5e-5, 5e-5)
 CASES = {
-    "tied": (PpoConfig(kl_coef=0.1, value_clip=0.25, eps_clip_c=1.5), True, 1.0),
+    "tied": (PpoConfig(kl_coef=0.1, value_clip=0.25, eps_clip_c=1.1), True, 1.0),
     "untied": (
         PpoConfig(
             loss_reduction="seq-mean-token-mean",
@@ -124,6 +124,7 @@ def test_iteration_cases_reach_the_branches_they_are_made_for(
         one_rank_reports[name] = _run(megatron_pool, make_case(ppo, tie=tie, temperature=temperature), name)[0]
     report = one_rank_reports[name]
     assert sum(step["pg_clipfrac"] for step in report.actor.steps) > 0
+    assert (sum(step["pg_clipfrac_dual"] for step in report.actor.steps) > 0) == (ppo.eps_clip_c is not None)
     assert all(step["grad_norm"] > 0 and step["skipped"] == 0 for step in report.actor.steps)
     assert report.critic.steps[0]["grad_norm"] > 0
     assert (sum(step["value_clipfrac"] for step in report.critic.steps) > 0) == (ppo.value_clip > 0)
@@ -150,7 +151,7 @@ def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
     case = make_case(ppo, lr=1e-3)
     one = _run(megatron_pool, case, "early_stop")[0]
     reports = _run(megatron_pool, case.on(*LAYOUTS[layout], tmp_path), "early_stop")
-    expected = [(0.0, 0), (1.0, 1), (1.0, 0)]
+    expected = [(0.0, 0), (1.0, 1), (1.0, 1)]
     for report in [one, *reports]:
         assert [(step["skipped"], step.get("early_stopped", 0)) for step in report.actor.steps] == expected
         assert [step["skipped"] for step in report.critic.steps] == [0.0, 0.0, 0.0]

@@ -1,6 +1,7 @@
 """One whole PPO iteration on Megatron against `ppo_utils.reference` with transformers' models and torch's AdamW."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
-from slime_ppo.ppo_utils.reference import ppo_iteration
-from slime_ppo.ppo_utils.reference_types import IterationReport, ReferenceSample, ReferenceSettings, ReferenceStep, ScoredSample
+from slime_ppo.ppo_utils.reference import ppo_iteration, whitened
+from slime_ppo.ppo_utils.reference_types import (
+    IterationReport,
+    ReferenceSample,
+    ReferenceSettings,
+    ReferenceStep,
+    ScoredSample,
+    StepReport,
+)
 from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
 from slime_ppo.types.sample import FinishReason
 from tests.dist.backends.cases import RANKS, VOCAB, Case, make_batch, make_plan
@@ -95,20 +103,23 @@ def _settings(ppo: PpoConfig, temperature: float) -> ReferenceSettings:
         value_clip=ppo.value_clip,
         entropy_coef=ppo.entropy_coef,
         kl_coef=ppo.kl_coef,
+        kl_reward_type=ppo.kl_reward_type,
         kl_loss_coef=ppo.kl_loss_coef if ppo.use_kl_loss else 0.0,
         kl_loss_type=ppo.kl_loss_type,
         loss_reduction=ppo.loss_reduction,
+        loss_length_norm=ppo.loss_length_norm or 1.0,
     )
 
 
-def _oracle(case: Case, batch: RolloutBatch) -> tuple[IterationReport, Policy, Critic]:
+def _oracle(case: Case, batch: RolloutBatch, **changes: object) -> tuple[IterationReport, Policy, Critic]:
+    """The reference on the same folders; `changes` are settings in which it departs from the case."""
     policy, critic = Policy(case.actor_folder), Critic(case.critic_folder)
     report = ppo_iteration(
         policy,
         Policy(str(case.ref_folder)),
         critic,
         _reference_samples(batch, bootstrap=case.ppo.truncation_policy == "bootstrap"),
-        _settings(case.ppo, case.temperature),
+        replace(_settings(case.ppo, case.temperature), **changes),
         steps=[ReferenceStep(step.rows.tolist(), case.lr, case.lr) for step in make_plan().steps],
         actor_optimizer=_adamw(policy, case.weight_decay),
         critic_optimizer=_adamw(critic, case.weight_decay),
@@ -127,9 +138,34 @@ SCORED = {
     "token_rewards": "rewards",
     "returns": "returns",
 }
-PPO = {
-    "reward_kl": (PpoConfig(kl_coef=0.1, gamma=0.97, lambd_critic=1.0, truncation_policy="bootstrap"), False, False),
-    "loss_kl_on_supports": (
+
+
+def _columns(scored: Sequence[ScoredSample], ppo: PpoConfig, *, restricted: bool) -> dict[str, np.ndarray]:
+    """The reference's columns at the trainable tokens, by the product's names."""
+    columns = {column: _flat(scored, field) for column, field in SCORED.items()}
+    if restricted:
+        columns["old_full_log_probs"] = _flat(scored, "old_full_log_probs")
+    once = ppo.normalize_advantages and ppo.whiten_domain == "rollout"
+    return columns | {"advantages": _flat(whitened(scored) if once else scored, "advantages")}
+
+
+@dataclass(frozen=True)
+class OracleCase:
+    """`without`: settings with which the reference alone must come out elsewhere, or the case would not test them."""
+
+    ppo: PpoConfig
+    without: Mapping[str, object]
+    restricted: bool = False
+    tie: bool = False
+    lr: float = 1e-3
+
+
+CASES = {
+    "reward_kl": OracleCase(
+        PpoConfig(kl_coef=0.1, gamma=0.97, lambd_critic=1.0, truncation_policy="bootstrap"),
+        {"kl_coef": 0.0, "gamma": 1.0, "lambd_critic": 0.95},
+    ),
+    "loss_kl_on_supports": OracleCase(
         PpoConfig(
             use_kl_loss=True,
             kl_loss_coef=0.2,
@@ -137,42 +173,78 @@ PPO = {
             loss_reduction="seq-mean-token-mean",
             adaptive_lambd=0.5,
             eps_clip_high=0.28,
-            eps_clip_c=3.0,
         ),
-        True,
-        True,
+        {"kl_loss_coef": 0.0, "entropy_coef": 0.0, "loss_reduction": "token-mean", "adaptive_lambd": None},
+        restricted=True,
+        tie=True,
+    ),
+    "reward_kl_on_supports": OracleCase(
+        PpoConfig(
+            kl_coef=0.5,
+            kl_reward_type="k2",
+            whiten_domain="step",
+            eps_clip_c=1.05,
+            loss_reduction="seq-mean-token-sum-norm",
+            loss_length_norm=7.0,
+        ),
+        {
+            "kl_reward_type": "k1",
+            "whiten_each_step": False,
+            "normalize_advantages": False,
+            "eps_clip_c": None,
+            "loss_length_norm": 14.0,
+        },
+        restricted=True,
+        lr=3e-3,
+    ),
+    "loss_kl_k2": OracleCase(
+        PpoConfig(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="k2", normalize_advantages=False, value_clip=0.0),
+        {"kl_loss_type": "k3", "normalize_advantages": True},
+        tie=True,
     ),
 }
 
 
-@pytest.mark.parametrize("name", list(PPO))
+def _on_one_rank(make_case: CaseMaker, one: OracleCase, folder: Path) -> tuple[Case, RolloutBatch]:
+    case = make_case(one.ppo, tie=one.tie, temperature=0.8, lr=one.lr).on(ParallelLayout(1), BatchSettings(3, None), folder)
+    return case, make_batch(restricted=one.restricted)
+
+
+def _figures(steps: Sequence[StepReport]) -> list[dict[str, float]]:
+    """What the reference reports of each step, by the product's names."""
+    return [
+        {
+            "pg_loss": step.actor.policy_loss,
+            "loss": step.actor.loss,
+            "entropy": step.actor.entropy,
+            "ppo_kl": step.actor.ppo_kl,
+            "grad_norm": step.actor.grad_norm,
+            "value_loss": step.critic.value_loss,
+            "critic_grad_norm": step.critic.grad_norm,
+        }
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize("name", list(CASES))
 def test_iteration_one_rank_equals_the_reference_with_transformers_models(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, name: str
 ) -> None:
-    ppo, restricted, tie = PPO[name]
-    case = make_case(ppo, tie=tie, temperature=0.8, lr=1e-3).on(ParallelLayout(1), BatchSettings(3, None), tmp_path)
-    batch = make_batch(restricted=restricted)
+    case, batch = _on_one_rank(make_case, CASES[name], tmp_path)
     report = megatron_pool.run(f"{RANKS}:iteration", world=1, case=case, batch=batch, plan=make_plan())[0]
     expected, policy, critic = _oracle(case, batch)
-    for column, field in SCORED.items():
-        assert report.columns[column][batch.loss_mask] == pytest.approx(_flat(expected.scored, field), rel=1e-5, abs=1e-5), column
+    for column, wanted_column in _columns(expected.scored, case.ppo, restricted=CASES[name].restricted).items():
+        assert report.columns[column][batch.loss_mask] == pytest.approx(wanted_column, rel=1e-5, abs=1e-5), column
     assert report.advantage_stats["advantages"] == pytest.approx(_flat(expected.scored, "advantages").mean(), rel=1e-5)
     assert report.advantage_stats["explained_variance"] == pytest.approx(expected.explained_variance, rel=1e-5)
     assert report.log_prob_stats["kl_trajectory"] == pytest.approx(expected.kl, rel=1e-5, abs=1e-6)
-    for index, step in enumerate(expected.steps):
-        actor, value = report.actor.steps[index], report.critic.steps[index]
-        pairs = [
-            (actor["pg_loss"], step.actor.policy_loss),
-            (actor["loss"], step.actor.loss),
-            (actor["entropy"], step.actor.entropy),
-            (actor["ppo_kl"], step.actor.ppo_kl),
-            (actor["grad_norm"], step.actor.grad_norm),
-            (value["value_loss"], step.critic.value_loss),
-            (value["grad_norm"], step.critic.grad_norm),
-        ]
-        found, wanted = np.array(pairs).T
+    pairs = zip(report.actor.steps, report.critic.steps, _figures(expected.steps), strict=True)
+    for index, (actor, value, wanted) in enumerate(pairs):
+        found = {name: actor[name] for name in wanted if name in actor}
+        found |= {"value_loss": value["value_loss"], "critic_grad_norm": value["grad_norm"]}
         # the first step starts from equal weights, the others from weights that differ by what Adam makes of rounding
         assert found == pytest.approx(wanted, rel=1e-5 if index == 0 else 1e-4, abs=1e-6), index
+    assert (sum(step["pg_clipfrac_dual"] for step in report.actor.steps) > 0) == (case.ppo.eps_clip_c is not None)
     modules = {"actor": policy.hf.state_dict(), "critic": critic.state_dict()}
     for role, module in modules.items():
         for tensor, weights in getattr(report, role).weights.items():
@@ -183,3 +255,19 @@ def test_iteration_one_rank_equals_the_reference_with_transformers_models(
         - load_file(Path(case.actor_folder) / "model.safetensors")["model.norm.weight"].numpy()
     )
     assert moved.max() > case.lr
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_iteration_reference_without_a_setting_of_the_case_comes_out_elsewhere(
+    make_case: CaseMaker, tmp_path: Path, name: str
+) -> None:
+    """The comparison above notices a product that ignores the setting: ten times its tolerance lies between."""
+    case, batch = _on_one_rank(make_case, CASES[name], tmp_path)
+    report, _, _ = _oracle(case, batch)
+    for setting, value in CASES[name].without.items():
+        other, _, _ = _oracle(case, batch, **{setting: value})
+        steps = zip(_figures(other.steps), _figures(report.steps), strict=True)
+        assert any(found != pytest.approx(wanted, rel=1e-3, abs=1e-5) for found, wanted in steps), setting
+    if CASES[name].restricted:
+        gap = _flat(report.scored, "old_full_log_probs") - _flat(report.scored, "old_log_probs")
+        assert np.abs(gap).max() > 1  # so that a KL over the support would be another one

@@ -1,0 +1,263 @@
+"""TrainerParts that write down what the training loop does with them, without torch, Ray or a model.
+
+All parts share one `Journal`, so that a test can compare the order of everything that happened with a list of lines.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from slime_ppo.config.root import Config
+from slime_ppo.orchestration.protocols import BatchHandle
+from slime_ppo.orchestration.turns import DeviceTurns
+from slime_ppo.rewards.runner import RewardOutcome
+from slime_ppo.rollout.engine import NO_VERSION
+from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+from slime_ppo.tracking.clock import RunClock
+from slime_ppo.trainer import TrainerParts
+from slime_ppo.types.rollout_batch import RolloutBatch
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample
+from slime_ppo.types.stats import Stats
+from slime_ppo.types.step_plan import StepPlan
+
+EOS = 3
+Journal = list[str]
+
+
+def step_stats(*, skipped: bool = False, early_stopped: bool = False, **means: float) -> Stats:
+    """What one optimizer step reports; `means` are token averages over 10 tokens."""
+    stats = Stats()
+    stats.add_value("skipped", float(skipped))
+    if early_stopped:
+        stats.add_value("early_stopped", 1.0)
+    for name, value in means.items():
+        stats.add_mean(name, 10 * value, 10)
+    return stats
+
+
+class RecordingRole:
+    """A TrainGroup. `outcomes(rollout_id, step)` is what each step reports; the rest is kept for the test to look at."""
+
+    def __init__(self, name: str, journal: Journal) -> None:
+        self.name, self.journal = name, journal
+        self.outcomes: Callable[[int, int], Stats] = lambda rollout_id, step: step_stats()
+        self.log_prob_stats, self.advantage_stats = Stats(), Stats()
+        self.batches: list[RolloutBatch] = []
+        self.plans: list[StepPlan] = []
+        self.rates: list[list[float]] = []
+        self.betas: list[float] = []
+
+    def wake(self) -> None:
+        self.journal.append(f"wake {self.name}")
+
+    def offload(self) -> None:
+        self.journal.append(f"offload {self.name}")
+
+    def resident_bytes(self) -> int:
+        return 0
+
+    def put(self, batch: RolloutBatch) -> BatchHandle:
+        self.batches.append(batch)
+        return BatchHandle(batch)
+
+    def fetch(self, handle: BatchHandle) -> RolloutBatch:
+        assert isinstance(handle.batch, RolloutBatch)
+        return handle.batch
+
+    def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
+        self.journal.append(f"{self.name} log-probs")
+        return handle.with_parts(["log-probs"]), self.log_prob_stats
+
+    def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
+        assert handle.parts == ("log-probs",), "token rewards are made from the actor's log-probs"
+        self.journal.append(f"{self.name} advantages")
+        self.betas.append(kl_coef)
+        return handle.with_parts(["advantages"]), self.advantage_stats
+
+    def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
+        assert handle.parts == ("log-probs", "advantages"), "both roles train on columns of before the first step"
+        self.journal.append(f"{self.name} train")
+        self.plans.append(plan)
+        self.rates.append(list(learning_rates))
+        return [self.outcomes(plan.rollout_id, step) for step in range(len(plan.steps))]
+
+    def save_hf(self, folder: str) -> None:
+        self.journal.append(f"save {self.name} in {folder}")
+
+
+class ScriptedEngine:
+    """A rollout engine. `answer(request)` gives response ids and finish reason: by default one token and the stop token."""
+
+    returns_support: ClassVar[bool] = True
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.version = NO_VERSION
+        self.requests: list[list[GenerateRequest]] = []
+        self.answer: Callable[[GenerateRequest], tuple[list[int], FinishReason]] = lambda request: ([7, EOS], FinishReason.STOP)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        self.journal.append("answer held-out" if requests[0].sampling.greedy else "generate")
+        self.requests.append(list(requests))
+        return [self._result(request) for request in requests]
+
+    def _result(self, request: GenerateRequest) -> GenerateResult:
+        ids, finish = self.answer(request)
+        return GenerateResult(
+            sample_id=request.sample_id,
+            response_ids=np.array(ids, np.int32),
+            log_probs=np.full(len(ids), -0.5, np.float32),
+            support=None,
+            finish=finish,
+            weight_version=self.version,
+        )
+
+    def abort(self) -> None: ...
+
+    def wake(self, parts: object) -> None: ...
+
+    def offload(self, parts: object) -> None: ...
+
+    def weight_version(self) -> int:
+        return self.version
+
+    def health(self) -> Any: ...
+
+
+class RolloutTenant:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def wake(self) -> None:
+        self.journal.append("wake rollout")
+
+    def offload(self) -> None:
+        self.journal.append("offload rollout")
+
+    def resident_bytes(self) -> int:
+        return 0
+
+
+class RecordingSync:
+    """A WeightSync: what was pushed is the version that the engine answers with."""
+
+    def __init__(self, journal: Journal, engine: ScriptedEngine) -> None:
+        self.journal, self.engine = journal, engine
+
+    def connect(self) -> None:
+        self.journal.append("connect")
+
+    def push(self, version: int) -> int:
+        self.journal.append(f"push {version}")
+        self.engine.version = version
+        return version
+
+    def close(self) -> None: ...
+
+
+class RecordingRewards:
+    """Gives each sample the reward 1; `dropped` sample ids are left out."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.dropped: set[int] = set()
+
+    def score(self, samples: Sequence[Sample]) -> RewardOutcome:
+        self.journal.append("reward")
+        kept = tuple(sample.with_reward(1.0) for sample in samples if sample.sample_id not in self.dropped)
+        reasons = {sample.sample_id: "returned None" for sample in samples if sample.sample_id in self.dropped}
+        return RewardOutcome(kept, len(reasons), reasons)
+
+
+class CountingPrompts:
+    """Prompts 0, 1, 2, ... without end."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def next_prompts(self, n: int) -> list[Prompt]:
+        self.drawn += n
+        return [make_prompt(index) for index in range(self.drawn - n, self.drawn)]
+
+
+@dataclass
+class RecordingTracker:
+    journal: Journal
+    records: list[RolloutRecord] = field(default_factory=list)
+    tables: list[tuple[int, list[SampleRecord]]] = field(default_factory=list)
+
+    def start(self, run: RunInfo) -> None: ...
+
+    def log(self, record: RolloutRecord) -> None:
+        self.journal.append("log")
+        self.records.append(record)
+
+    def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+        self.tables.append((rollout_id, list(samples)))
+
+    def close(self) -> None: ...
+
+    def metric(self, name: str) -> list[float]:
+        """The metric of every rollout."""
+        return [record.metrics[name] for record in self.records]
+
+
+class NumberTokenizer:
+    """Token 7 reads "7 "."""
+
+    eos_ids = (EOS,)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return "".join(self.token_strings(ids))
+
+    def token_strings(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        return [f"{int(i)} " for i in ids]
+
+
+@dataclass
+class Parts:
+    """The recording parts by name, and `trainer_parts` for the loop."""
+
+    config: Config
+    num_heldout: int = 0
+    journal: Journal = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.actor, self.critic = RecordingRole("actor", self.journal), RecordingRole("critic", self.journal)
+        self.engine = ScriptedEngine(self.journal)
+        self.rewards = RecordingRewards(self.journal)
+        self.prompts = CountingPrompts()
+        self.tracker = RecordingTracker(self.journal)
+
+    def trainer_parts(self) -> TrainerParts:
+        clock = RunClock()
+        tenants = {"actor": self.actor, "critic": self.critic, "rollout": RolloutTenant(self.journal)}
+        tokenizer: Any = NumberTokenizer()
+        rewards: Any = self.rewards
+        prompts: Any = self.prompts
+        return TrainerParts(
+            actor=self.actor,
+            critic=self.critic,
+            turns=DeviceTurns(tenants, offload=self.config.cluster.offload, on_time=clock.add),
+            sync=RecordingSync(self.journal, self.engine),
+            samples=SampleBuilder(
+                engine=self.engine,
+                tokenizer=tokenizer,
+                run_seed=self.config.run.seed,
+                vocab_size=100,
+                mask_truncated=self.config.ppo.truncation_policy == "mask",
+            ),
+            rewards=rewards,
+            prompts=prompts,
+            heldout=[make_prompt(1000 + index) for index in range(self.num_heldout)],
+            tracker=self.tracker,
+            clock=clock,
+        )
+
+
+def make_prompt(index: int) -> Prompt:
+    """Prompt `index`: two tokens."""
+    return Prompt(index=index, text=f"prompt {index}", token_ids=np.array([5, 6], np.int32))

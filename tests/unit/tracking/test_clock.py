@@ -1,0 +1,88 @@
+"""Seconds per phase and the name of the place, with a clock that the test moves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime_ppo.tracking.clock import PHASES, RunClock, phase_metrics
+
+
+class Time:
+    now = 1000.0
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    found = Time()
+    monkeypatch.setattr("slime_ppo.tracking.clock.time", SimpleNamespace(perf_counter=lambda: found.now))
+    return found
+
+
+def test_phases_times_add_up_and_the_rest_is_other(time: Time) -> None:
+    clock = RunClock()
+    time.now += 50.0  # start-up counts for no rollout
+    clock.start_rollout(0)
+    for seconds in (2.0, 3.0):  # the same phase twice
+        with clock.phase("generate"):
+            time.now += seconds
+        time.now += 0.25
+    with clock.phase("values"):
+        time.now += 4.0
+    clock.add("wake", 0.125)
+    found = clock.phases()
+    assert list(found) == [*PHASES, "other"]
+    expected = dict.fromkeys(PHASES, 0.0) | {"generate": 5.0, "values": 4.0, "wake": 0.125, "other": 0.375}
+    assert found == expected
+    assert sum(found.values()) == 9.5
+
+
+def test_start_rollout_counts_anew(time: Time) -> None:
+    clock = RunClock()
+    clock.start_rollout(0)
+    with clock.phase("reward"):
+        time.now += 2.0
+    clock.start_rollout(1)
+    time.now += 1.0
+    assert clock.phases() == dict.fromkeys(PHASES, 0.0) | {"other": 1.0}
+
+
+def test_phases_changes_inside_a_phase_never_make_other_negative(time: Time) -> None:
+    clock = RunClock()
+    clock.start_rollout(0)
+    with clock.phase("generate"):
+        time.now += 1.0
+        clock.add("wake", 1.0)
+    assert clock.phases()["other"] == 0.0
+
+
+def test_where_names_rollout_and_phase_also_after_a_failure(time: Time) -> None:
+    clock = RunClock()
+    assert clock.where == "start-up"
+    clock.add("wake", 1.0)  # a change of turns before the first rollout
+    clock.start_rollout(3)
+    assert clock.where == "rollout 3"
+    with clock.phase("reward"):
+        assert clock.where == "rollout 3, reward"
+    assert clock.where == "rollout 3"
+    with pytest.raises(ValueError, match="in a phase"), clock.phase("values"):
+        raise ValueError("in a phase")
+    assert clock.where == "rollout 3, values"
+
+
+def test_phase_metrics_name_every_phase_and_rate_the_whole() -> None:
+    phases = {name: float(2**index) for index, name in enumerate([*PHASES, "other"])}
+    assert phase_metrics(phases, 4094.0) == {
+        "perf/rollout_time": 1.0,
+        "perf/reward_time": 2.0,
+        "perf/log_probs_time": 4.0,
+        "perf/values_time": 8.0,
+        "perf/critic_train_time": 16.0,
+        "perf/actor_train_time": 32.0,
+        "perf/update_weights_time": 64.0,
+        "perf/wake_time": 128.0,
+        "perf/offload_time": 256.0,
+        "perf/eval_time": 512.0,
+        "perf/other_time": 1024.0,
+        "perf/step_time": 2047.0,
+        "perf/tokens_per_s": 2.0,
+    }
