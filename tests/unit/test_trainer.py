@@ -330,7 +330,7 @@ def test_evaluation_before_a_rollout_shares_its_weight_push() -> None:
 def test_evaluation_is_greedy_and_training_samples_as_configured() -> None:
     config = small(
         run__num_rollout=1, eval__eval_interval=1, eval__eval_max_response_len=9, rollout__n_samples_per_prompt=2,
-        rollout__rollout_temperature=0.7, rollout__rollout_max_response_len=5, rollout__rollout_top_p=1.0, rollout__rollout_top_k=-1,
+        rollout__rollout_temperature=0.7, rollout__rollout_max_response_len=5, rollout__rollout_top_k=-1,
     )  # fmt: skip
     training, heldout = run(Parts(config, num_heldout=3)).engine.requests
     assert len(training) == 8 and len(heldout) == 3
