@@ -5,7 +5,7 @@ Symbols: h hidden size, f FFN size, q = heads x head_dim, k = key-value heads x 
 
 from dataclasses import dataclass
 
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import Config
 
@@ -34,16 +34,10 @@ def num_params(shape: ModelShape, *, tp_size: int, divisible_by: int, value_head
     """Parameters of one tensor-parallel rank: matrices are split, norms are not. A value head takes the place of the lm head."""
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     matrices = shape.hidden_size * (2 * q + 2 * k + 3 * shape.ffn_hidden_size)
-    embedding = padded_vocab_size(shape, tp_size=tp_size, divisible_by=divisible_by) * shape.hidden_size
+    embedding = padded_vocab_size(shape.vocab_size, tp_size=tp_size, divisible_by=divisible_by) * shape.hidden_size
     embeddings = embedding if value_head or shape.tie_word_embeddings else 2 * embedding
     split = (shape.num_layers * matrices + embeddings) // tp_size
     return split + (2 * shape.num_layers + 1) * shape.hidden_size + (shape.hidden_size + 1 if value_head else 0)
-
-
-def padded_vocab_size(shape: ModelShape, *, tp_size: int, divisible_by: int) -> int:
-    """Rows of the embedding over all ranks: the next multiple of `divisible_by` x `tp_size`."""
-    multiple = divisible_by * tp_size
-    return -(-shape.vocab_size // multiple) * multiple
 
 
 def micro_batch_tokens(config: Config, role: RoleName) -> tuple[int, int]:
@@ -71,7 +65,7 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
     width = _BYTES[config.model.dtype]
     optimizer = count * (2 * _FP32 + (0 if width == _FP32 else _FP32)) // settings.dp_size
     tokens, response_tokens = micro_batch_tokens(config, role)
-    vocab = padded_vocab_size(shape, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by)
+    vocab = padded_vocab_size(shape.vocab_size, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by)
     reference = 0 if value_head else count * width
     asleep = count * width + optimizer if config.cluster.offload else 0
     return MemoryEstimate(

@@ -66,6 +66,12 @@ class ModelShape:
         )
 
 
+def padded_vocab_size(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
+    """The smallest multiple of divisible_by * tp_size that holds the vocabulary (Megatron's rule)."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class _JsonFile:
     """A JSON object whose keys are read with their type, and errors that name file and key."""

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_ppo.backends.megatron.spec import transformer_block_spec
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
@@ -52,12 +52,6 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         # the default, allgather, refuses variable sequence lengths even for dense models
         moe_token_dispatcher_type="alltoall",
     )
-
-
-def padded_vocab_size(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
-    """The smallest multiple of divisible_by * tp_size that holds the vocabulary (Megatron's rule)."""
-    multiple = divisible_by * tp_size
-    return -(-vocab_size // multiple) * multiple
 
 
 class ValueHead(torch.nn.Module):

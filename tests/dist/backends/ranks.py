@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
 from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
 from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
-from slime_ppo.backends.megatron.model import first_layer, load_hf_weights, padded_vocab_size  # noqa: E402
+from slime_ppo.backends.megatron.model import first_layer, load_hf_weights  # noqa: E402
+from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.backends.megatron.optimizer import StepOutcome  # noqa: E402
 from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_ppo.config.memory_plan import engine_memory, micro_batch_tokens, num_params, padded_vocab_size, role_memory
+from slime_ppo.config.memory_plan import engine_memory, micro_batch_tokens, num_params, role_memory
 from slime_ppo.config.model_shape import ModelShape
 from tests.helpers.configs import make_config, write_model_folder
 
@@ -31,11 +31,6 @@ def test_num_params_untied_adds_a_head_and_a_critic_has_a_vector_instead(shape: 
 def test_num_params_under_tensor_parallelism_splits_all_but_the_norms(shape: ModelShape) -> None:
     norms = 9 * 128
     assert num_params(shape, tp_size=2, divisible_by=128, value_head=False) == (GLASS_PARAMS - norms) // 2 + norms
-
-
-def test_padded_vocab_size_is_a_multiple_of_both(shape: ModelShape) -> None:
-    assert padded_vocab_size(replace(shape, vocab_size=1025), tp_size=2, divisible_by=128) == 1280
-    assert padded_vocab_size(shape, tp_size=2, divisible_by=128) == 1024
 
 
 def test_micro_batch_tokens_are_limited_by_samples_of_the_rank_or_by_tokens() -> None:

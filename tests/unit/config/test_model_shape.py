@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
 from slime_ppo.errors import CheckpointError
 from tests.helpers.configs import write_model_folder
 
@@ -90,3 +90,8 @@ def test_from_hf_folder_with_a_broken_file_says_what_it_holds(tmp_path: Path, co
     with pytest.raises(CheckpointError) as caught:
         ModelShape.from_hf_folder(tmp_path)
     assert part in str(caught.value)
+
+
+def test_padded_vocab_size_is_the_smallest_multiple_of_both() -> None:
+    assert padded_vocab_size(1024, divisible_by=128, tp_size=2) == 1024
+    assert padded_vocab_size(1025, divisible_by=128, tp_size=2) == 1280
