@@ -143,6 +143,7 @@ def placed(num_bundles: int) -> object:
 def main() -> None:
     ray_health._SETTLE_S = 1.0
     found: dict[str, Any] = {}
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # another cluster that Ray would find; --ray-address local means ours
     with RayCluster(settings(2)) as cluster:
         found["device"] = ("", cluster.device)
         found["cpus"] = ("", ray.cluster_resources()["CPU"])

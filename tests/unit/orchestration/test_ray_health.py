@@ -85,5 +85,9 @@ def test_placement_bundles_that_others_hold_end_the_wait_with_asked_and_free(out
     assert f"CPU: {cpus} asked, {cpus - 2} free" in str(message)
 
 
+def test_cluster_local_is_started_although_ray_would_find_another(outcomes: Outcomes) -> None:
+    assert outcomes["device"][0] == "" and int(float(str(outcomes["cpus"][1]))) == max(os.cpu_count() or 1, 2)
+
+
 def test_cluster_is_left_when_its_block_ends(outcomes: Outcomes) -> None:
     assert outcomes["connected_after"] == ["", False]

@@ -23,6 +23,7 @@ VALUES: dict[str, Value] = {
     "optimizer__adam_beta2": 0.98,
     "optimizer__adam_eps": 1e-7,
     "batch__micro_batch_size": 3,
+    "batch__max_tokens_per_gpu": 900,  # without effect until batches are dynamic
     "parallel__actor_num_nodes": 2,
     "parallel__actor_num_gpus_per_node": 2,
     "parallel__tensor_model_parallel_size": 2,
