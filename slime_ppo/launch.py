@@ -64,7 +64,6 @@ def run_ppo(config: Config) -> int:
             stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config))
             cluster = stack.enter_context(RayCluster(_cluster_settings(config)))
-            stack.enter_context(interrupts_raise())  # again: ray.init has put its own handlers in their place
             say(cluster.description)
             parts = _start(config, cluster, inputs, clock)
             stack.callback(parts.tracker.close)

@@ -16,10 +16,8 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interrupts_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted in the main thread, once; a second one waits until the clean-up is through.
-
-    Enter after `ray.init`, which installs handlers of its own (its SIGTERM aborts the process and leaves agents behind).
-    """
+    """SIGINT and SIGTERM raise Interrupted in the main thread, once; from then on both are ignored, so that nothing cuts the
+    clean-up short and the process ends by it."""
 
     def handler(number: int, _: FrameType | None) -> None:
         for sig in (signal.SIGINT, signal.SIGTERM):
@@ -33,3 +31,14 @@ def interrupts_raise() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is handler:
             for sig, old in previous.items():
                 signal.signal(sig, old)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """The signal handlers that stood before the block stand after it, whatever a library installs inside."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

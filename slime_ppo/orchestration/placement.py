@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_ppo.errors import ConfigError
+from slime_ppo.orchestration.interrupts import handlers_kept
 from slime_ppo.orchestration.ray_console import quiet_ray
 from slime_ppo.parallel.worker_settings import DeviceKind
 
@@ -46,7 +47,8 @@ class RayCluster:
         self.device: DeviceKind = "cpu"
 
     def __enter__(self) -> "RayCluster":
-        self._connect()
+        with handlers_kept():  # Ray's SIGTERM handler aborts the process and leaves agents behind
+            self._connect()
         try:
             has_gpus = "GPU" in _resources(ray.cluster_resources)
             self.device = self._settings.device if self._settings.device != "auto" else "cuda" if has_gpus else "cpu"

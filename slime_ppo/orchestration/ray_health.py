@@ -12,6 +12,8 @@ from slime_ppo.errors import EchoedError, ParallelError, SlimePpoError
 
 # a dead rank and its peers' broken collectives fail within moments of each other
 _SETTLE_S = 2.0
+# Ray reports an error raised by a process's constructor as a death, too
+_CREATION_MARK = "creation task"
 _COLLECTIVE_MARKS = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL", "Connection refused")
 
 
@@ -41,7 +43,7 @@ def gather(calls: Sequence[Call], *, phase: str, timeout_s: float, watched: Sequ
         # all that has finished by now, not only the one that ended the wait: a failure must not slip by beside a success
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
         if ready[0] in guards or any(_failure(ref) is not None for ref in done):
-            raise _most_telling([*calls, *watched], phase)
+            raise _most_telling(calls, watched, phase)
     return ray.get([call.ref for call in calls])
 
 
@@ -56,14 +58,16 @@ def _failure(ref: "ray.ObjectRef[Any]") -> Exception | None:
     return None
 
 
-def _most_telling(calls: Sequence[Call], phase: str) -> SlimePpoError:
+def _most_telling(calls: Sequence[Call], watched: Sequence[Call], phase: str) -> SlimePpoError:
     ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=_SETTLE_S)
-    failures = [(call.who, error) for call in calls if (error := _failure(call.ref)) is not None]
+    failures = [(call.who, error) for call in [*calls, *watched] if (error := _failure(call.ref)) is not None]
     if not failures:
         return ParallelError(f"a process ended during {phase} without an error")
     who, error = min(failures, key=lambda failure: _rank(failure[1]))
     others = sorted({name for name, _ in failures} - {who})
     echo = f" (then failed too: {', '.join(others)})" if others else ""
+    if isinstance(error, RayActorError) and _CREATION_MARK in str(error):
+        return ParallelError(f"{who} could not be started: {str(error).strip().splitlines()[-1]}")
     if isinstance(error, RayActorError):
         return ParallelError(
             f"{who} died during {phase}{echo}: its process ended without a Python error (killed, out of memory, or a crash in "

@@ -11,6 +11,7 @@ import ray
 
 def main() -> None:
     context = ray.init(
+        address="local",
         num_cpus=int(sys.argv[1]),
         include_dashboard=False,
         object_store_memory=200 * 2**20,
