@@ -26,11 +26,11 @@ format: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-bench: $(VENV)/.core $(MODEL)/config.json  ## cost of one PPO iteration against a single-process loop
+bench: $(VENV)/.test $(MODEL)/config.json  ## cost of one PPO iteration against a single-process loop
 	$(BIN)/python tools/bench_iteration.py $(ARGS)
 
-clean:
-	rm -rf $(VENV) runs build *.egg-info
+clean:  ## what the Makefile made; your runs stay
+	rm -rf $(VENV) runs/models build *.egg-info
 
 $(VENV)/.core: setup.py requirements/cpu.txt
 	$(PYTHON) -m venv $(VENV)

@@ -33,4 +33,7 @@ def main(command: ParsedCommand) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())  # reward functions are found where the command is typed
-    sys.exit(run_cli(sys.argv[1:], main))
+    try:
+        sys.exit(run_cli(sys.argv[1:], main))
+    except KeyboardInterrupt:  # before the run had begun
+        sys.exit(130)

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import shutil
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
-from slime_ppo.config.preflight import preflight
+from slime_ppo.config.preflight import METRICS_FILE, preflight
+from slime_ppo.config.roles import ROLE_NAMES
 from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
@@ -17,7 +20,7 @@ from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoEr
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
 from slime_ppo.orchestration.ray_environment import cluster_address
-from slime_ppo.orchestration.ray_health import Call, gather
+from slime_ppo.orchestration.ray_health import Call, check_alive, gather
 from slime_ppo.orchestration.ray_rollout import ObjectStoreSync, RayRolloutEngine, RolloutTenant
 from slime_ppo.orchestration.ray_train_group import RayTrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
@@ -30,6 +33,8 @@ from slime_ppo.tracking.clock import RunClock
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
 from slime_ppo.types.sample import Prompt
+
+_log = logging.getLogger(__name__)
 
 _LEXICON_NOTE = (
     "A lexicon reward is easily flattered: it counts kind words, not kind sentences. Read the samples and the most "
@@ -45,6 +50,8 @@ class RunInputs:
     vocab_size: int
     prompts: JsonlDataSource
     heldout: tuple[Prompt, ...]
+    num_dropped: int
+    num_heldout_dropped: int
     rewards: RewardRunner
     tracker: Tracker
 
@@ -56,24 +63,29 @@ def run_ppo(config: Config) -> int:
     every way out all processes that the run started are ended.
     """
     clock = RunClock()
-    inputs = read_inputs(config)
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
-            _prepare_run_folder(config)
+            inputs = read_inputs(config)
+            _open_logs(config)
             stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config))
+            say(batch_plan_text(config), *config_warnings(config), *_left_out(config, inputs))
             cluster = stack.enter_context(RayCluster(_cluster_settings(config)))
             say(cluster.description)
             parts = _start(config, cluster, inputs, clock)
+            _claim_run_folder(config)
             stack.callback(parts.tracker.close)
             parts.tracker.start(_run_info(config))
             PpoTrainer(config, parts).run()
     except Interrupted as interrupt:
-        say(f"stopped by {interrupt} in {clock.where}; metrics and report so far are in {config.run.save}")
+        say(f"stopped by {interrupt} in {clock.where}; the run folder is {config.run.save}")
         return interrupt.exit_code
     except SlimePpoError as error:
         raise type(error)(f"{clock.where}: {error}") from error
+    except Exception as error:
+        _log.exception("the run failed in %s", clock.where)
+        text = f"{clock.where}: {type(error).__name__}: {error}. The traceback is in {config.run.save}/logs/driver.log"
+        raise SlimePpoError(text) from error
     say(f"done: {config.run.save}/report.html")
     return 0
 
@@ -98,14 +110,19 @@ def _read_inputs(config: Config) -> RunInputs:
     check_engine_support(config, returns_support=RayRolloutEngine.returns_support)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     heldout: tuple[Prompt, ...] = ()
+    num_heldout_dropped = 0
     if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
-        heldout = _read_prompts(config, tokenizer, config.eval.eval_prompt_data, origin="--eval-prompt-data").prompts
+        heldout_source = _read_prompts(config, tokenizer, config.eval.eval_prompt_data, origin="--eval-prompt-data")
+        heldout, num_heldout_dropped = heldout_source.prompts, heldout_source.num_dropped
     reward = config.reward
+    prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
     return RunInputs(
         tokenizer=tokenizer,
         vocab_size=shapes.actor.vocab_size,
-        prompts=_read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data"),
+        prompts=prompts,
         heldout=heldout,
+        num_dropped=prompts.num_dropped,
+        num_heldout_dropped=num_heldout_dropped,
         rewards=RewardRunner(
             resolve_reward(reward.rm_type, reward.custom_rm_path),
             num_workers=reward.reward_num_workers,
@@ -133,11 +150,31 @@ def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin
     )
 
 
-def _prepare_run_folder(config: Config) -> None:
-    """The folder with the resolved config and the driver's log; warnings are shown on the console, too."""
+def _left_out(config: Config, inputs: RunInputs) -> list[str]:
+    """What --overlong-prompt drop has left out, a line per file."""
+    counts = ((config.data.prompt_data, inputs.num_dropped), (config.eval.eval_prompt_data, inputs.num_heldout_dropped))
+    limit = config.data.rollout_max_prompt_len
+    return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
+
+
+def _claim_run_folder(config: Config) -> None:
+    """Write the resolved config; with --overwrite what an earlier run has left goes first, so that two runs never mix.
+
+    Called when all processes are up: a run that could not start has destroyed nothing.
+    """
+    folder = Path(config.run.save)
+    if (folder / METRICS_FILE).exists():
+        for file in (METRICS_FILE, "samples.jsonl", "run.json", "report.html"):
+            (folder / file).unlink(missing_ok=True)
+        for outputs in ("tensorboard", "hf", "critic"):
+            shutil.rmtree(folder / outputs, ignore_errors=True)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+
+
+def _open_logs(config: Config) -> None:
+    """The driver's log in the run folder; warnings are shown on the console, too."""
     folder = Path(config.run.save)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     handler = logging.FileHandler(folder / "logs" / "driver.log", mode="w", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     package = logging.getLogger("slime_ppo")
@@ -154,7 +191,6 @@ def _cluster_settings(config: Config) -> ClusterSettings:
         address=cluster_address(config.cluster),
         num_bundles=config.num_bundles,
         device=config.cluster.device,
-        num_threads_per_rank=config.cluster.num_threads_per_rank,
         placement_timeout_s=config.cluster.placement_timeout_s,
         object_store_bytes=config.cluster.object_store_bytes,
     )
@@ -179,18 +215,22 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
     )
     engine = RayRolloutEngine(cluster, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
     starting = engine.start(
-        config.model.hf_checkpoint,
+        os.path.abspath(config.model.hf_checkpoint),
         dtype=config.model.dtype,
         device=cluster.device,
         trust_remote_code=config.model.trust_remote_code,
         num_threads=config.cluster.num_threads_per_rank,
         starts_offloaded=config.cluster.offload,
     )
-    actor_ranks = worker_settings(config, "actor", init_method=actor.rendezvous(), device=cluster.device)
-    critic_ranks = worker_settings(config, "critic", init_method=critic.rendezvous(), device=cluster.device)
+    limits: Any = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
+    meeting_points = gather([actor.rendezvous(), critic.rendezvous()], phase="start-up", **limits)
+    actor_ranks, critic_ranks = (
+        worker_settings(config, role, init_method=place, device=cluster.device)
+        for role, place in zip(ROLE_NAMES, meeting_points, strict=True)
+    )
     starting += actor.start("start_actor", [(rank, config.ppo, config.rollout.rollout_temperature) for rank in actor_ranks])
     starting += critic.start("start_critic", [(rank, config.ppo) for rank in critic_ranks])
-    gather(starting, phase="start-up", timeout_s=config.cluster.worker_start_timeout_s, watched=watched)
+    gather(starting, phase="start-up", **limits)
     return TrainerParts(
         actor=actor,
         critic=critic,
@@ -212,6 +252,7 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
         heldout=inputs.heldout,
         tracker=inputs.tracker,
         clock=clock,
+        check_alive=lambda: check_alive(watched, clock.where),
     )
 
 

@@ -8,7 +8,7 @@ On shared devices exactly one of rollout, actor and critic is awake; `turns` cha
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the loop is made of; `heldout` prompts are answered greedily for evaluation."""
+    """What the loop is made of. `heldout` prompts are answered greedily for evaluation; `check_alive` raises when a process
+    of the run has died, for waits that would not notice."""
 
     actor: TrainGroup
     critic: TrainGroup
@@ -59,6 +60,7 @@ class TrainerParts:
     heldout: Sequence[Prompt]
     tracker: Tracker
     clock: RunClock
+    check_alive: Callable[[], None]
 
 
 class PpoTrainer:
@@ -151,7 +153,7 @@ class PpoTrainer:
             )
         trainable = without_aborted(answered, self.version)
         with clock.phase("reward"):
-            outcome = self.parts.rewards.score(trainable)
+            outcome = self.parts.rewards.score(trainable, check=self.parts.check_alive)
         if not outcome.samples:
             first = next(iter(outcome.reasons.values()))
             raise RewardError(f"all {len(trainable)} samples were dropped, nothing to train on; the first reward call {first}")
@@ -167,7 +169,7 @@ class PpoTrainer:
                 n_samples_per_prompt=1,
                 purpose="eval",
             )
-            scored = self.parts.rewards.score(answered).samples
+            scored = self.parts.rewards.score(without_aborted(answered, self.version), check=self.parts.check_alive).samples
         tokenizer = self.parts.samples.tokenizer
         logged = scored[: self.config.tracking.num_logged_samples]
         self.parts.tracker.log_table(rollout_id, heldout_records(rollout_id, logged, tokenizer.token_strings))

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slime_ppo.config.fields import Value, shown
@@ -57,6 +57,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         _check_kl,
         _check_kl_controller,
         _check_schedule,
+        _check_weight_bucket,
         _check_eval,
     ):
         check(checked)
@@ -110,7 +111,36 @@ def config_warnings(config: Config) -> tuple[str, ...]:
             f"--kl-reward-type {config.ppo.kl_reward_type}: inside the reward only k1 gives the gradient of the KL; use it for "
             "comparison only"
         )
+    warnings += [
+        f"{_Checked(config, {}, config.values()).cite(key)} has no effect: it is used only with {needed}"
+        for key, needed in _unused_options(config)
+        if config.values()[key] != OPTION_BY_KEY[key].default
+    ]
+    for role in ROLE_NAMES:
+        settings = config.role(role)
+        if 0 < settings.planned_steps <= settings.lr_warmup_iters:
+            warnings.append(
+                f"the {role}'s warm-up of {settings.lr_warmup_iters} steps is not over after its {settings.planned_steps} planned "
+                f"steps: the learning rate stays below its peak (--{'critic-' if role == 'critic' else ''}lr-warmup-iters)"
+            )
     return tuple(warnings)
+
+
+def _unused_options(config: Config) -> Iterator[tuple[str, str]]:
+    """(option, what it needs) for features that are off. Not refused: one flag may switch off what a config file sets up."""
+    ppo = config.ppo
+    if not ppo.normalize_advantages:
+        yield "ppo.whiten_domain", "--normalize-advantages"
+    if ppo.kl_coef == 0:
+        yield "ppo.kl_reward_type", "--kl-coef above 0"
+    if not ppo.needs_reference:
+        yield "model.ref_load", "--kl-coef above 0 or --use-kl-loss"
+    if config.optimizer.lr_decay_style == "constant":
+        yield "optimizer.min_lr", "--lr-decay-style linear or cosine"
+        yield "optimizer.lr_decay_iters", "--lr-decay-style linear or cosine"
+    if not config.tracking.use_wandb:
+        yield "tracking.wandb_project", "--use-wandb"
+        yield "tracking.wandb_mode", "--use-wandb"
 
 
 def _check_bounds(checked: _Checked) -> None:
@@ -231,6 +261,8 @@ def _check_kl(checked: _Checked) -> None:
     if ppo.kl_loss_coef > 0 and not ppo.use_kl_loss:
         raise ConfigError(f"{checked.cite('ppo.kl_loss_coef')} is used only with --use-kl-loss. Add that, or leave it out")
     if not ppo.use_kl_loss:
+        if ppo.kl_loss_type != OPTION_BY_KEY["ppo.kl_loss_type"].default:
+            raise ConfigError(f"{checked.cite('ppo.kl_loss_type')} is used only with --use-kl-loss. Add that, or leave it out")
         return
     if ppo.kl_loss_coef == 0:
         raise ConfigError(f"{checked.cite('ppo.use_kl_loss')} with --kl-loss-coef 0 adds nothing to the loss. Set --kl-loss-coef")
@@ -249,8 +281,8 @@ def _check_kl(checked: _Checked) -> None:
 def _check_kl_controller(checked: _Checked) -> None:
     ppo = checked.config.ppo
     if ppo.kl_controller == "fixed":
-        for key, value in (("ppo.kl_target", ppo.kl_target), ("ppo.kl_horizon", ppo.kl_horizon)):
-            if value is not None:
+        for key in ("ppo.kl_target", "ppo.kl_horizon", "ppo.kl_target_unit"):
+            if checked.values[key] != OPTION_BY_KEY[key].default:
                 raise ConfigError(f"{checked.cite(key)} is used only with --kl-controller adaptive. Add that, or leave it out")
         return
     adaptive = checked.cite("ppo.kl_controller")
@@ -289,6 +321,16 @@ def _check_schedule(checked: _Checked) -> None:
                 f"of {checked.cite('optimizer.lr_decay_style')} decay (--lr-decay-iters; default: all planned steps). Lower "
                 f"--{prefix}lr-warmup-iters or raise --lr-decay-iters"
             )
+
+
+def _check_weight_bucket(checked: _Checked) -> None:
+    cluster, bucket = checked.config.cluster, checked.config.rollout.weight_bucket_bytes
+    # a bucket on its way and the rollout's columns must fit together; a cluster that is joined has its own store
+    if cluster.ray_address in (None, "local") and bucket > cluster.object_store_bytes // 2:
+        raise ConfigError(
+            f"{checked.cite('rollout.weight_bucket_bytes')} is more than half of {checked.cite('cluster.object_store_bytes')}. Use "
+            f"--weight-bucket-bytes {cluster.object_store_bytes // 2} or less, or --object-store-bytes {2 * bucket} or more"
+        )
 
 
 def _check_eval(checked: _Checked) -> None:

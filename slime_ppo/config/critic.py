@@ -33,7 +33,7 @@ class CriticConfig:
     num_nodes: int | None = option(
         None,
         flag="--critic-num-nodes",
-        help="machines of the critic",
+        help="ranks = nodes x ranks per node; Ray packs them on as few nodes as fit",
         unit="nodes",
         default_text="same as --actor-num-nodes",
         at_least=1,

@@ -37,7 +37,7 @@ class Bounds:
     def admit(self, value: float) -> bool:
         """True when a finite `value` lies inside."""
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
             and (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
             and (self.below is None or value < self.below)
@@ -46,7 +46,11 @@ class Bounds:
 
     def __str__(self) -> str:
         limits = ((">", self.above), (">=", self.at_least), ("<", self.below), ("<=", self.at_most))
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+        return " and ".join(f"{sign} {_limit_text(limit)}" for sign, limit in limits if limit is not None)
+
+
+def _limit_text(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 @dataclass(frozen=True)

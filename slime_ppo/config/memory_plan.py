@@ -55,8 +55,9 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
     """The estimate of one rank of a role.
 
     Gradients are float32. The distributed optimizer splits two moments (and float32 main parameters beside bfloat16 ones)
-    over data-parallel ranks. Logits are made at response positions only, with their gradient. On the host: the
-    reference's weights (actor), and with offload whatever the role keeps while asleep.
+    over data-parallel ranks. Logits are made at response positions only, with their gradient. On the host: with a KL to the
+    reference its weights and room for the actor's own while they are swapped (actor), and with offload whatever the role
+    keeps while asleep.
     """
     settings, value_head = config.role(role), role == "critic"
     count = num_params(
@@ -66,7 +67,7 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
     optimizer = count * (2 * _FP32 + (0 if width == _FP32 else _FP32)) // settings.dp_size
     tokens, response_tokens = micro_batch_tokens(config, role)
     vocab = padded_vocab_size(shape.vocab_size, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by)
-    reference = 0 if value_head else count * width
+    reference = 2 * count * width if config.ppo.needs_reference and not value_head else 0
     asleep = count * width + optimizer if config.cluster.offload else 0
     return MemoryEstimate(
         params=count * width,

@@ -9,7 +9,9 @@ from slime_ppo.config.fields import option
 class ParallelConfig:
     """World size = nodes x ranks per node = tensor parallel x data parallel."""
 
-    actor_num_nodes: int = option(1, help="machines of the actor", unit="nodes", at_least=1)
+    actor_num_nodes: int = option(
+        1, help="ranks = nodes x ranks per node; Ray packs them on as few nodes as fit", unit="nodes", at_least=1
+    )
     actor_num_gpus_per_node: int = option(
         1, help="ranks of the actor on each node: one GPU each, on a CPU one process each", unit="ranks", at_least=1
     )

@@ -2,15 +2,19 @@
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from slime_ppo.config.checks import check_model_shape
+from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.root import Config
 from slime_ppo.errors import CheckpointError, ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+# folders in the run folder that are written during training
+_RUN_FOLDERS = ("logs", "tensorboard", "wandb")
 # end tokens belong to generation, not to the weights
 _SHAPE_FIELDS = tuple(field.name for field in fields(ModelShape) if field.name != "eos_token_ids")
 
@@ -33,6 +37,8 @@ def preflight(config: Config) -> RunShapes:
         actor = ModelShape.from_hf_folder(config.model.hf_checkpoint)
         reference = ModelShape.from_hf_folder(config.model.ref_folder)
         critic = ModelShape.from_hf_folder(config.role("critic").hf_folder)
+        for folder in {config.model.hf_checkpoint, config.model.ref_folder, config.role("critic").hf_folder}:
+            check_weight_files(Path(folder))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     check_model_shape(config, actor, "actor")
@@ -43,7 +49,8 @@ def preflight(config: Config) -> RunShapes:
 
 
 def check_files(config: Config) -> None:
-    """Model folders and prompt files are there, no role writes into another's folder, the run folder is free and writable.
+    """Model folders and prompt files are there, nothing that must stay is in a folder that is
+    replaced, the run folder is free and writable.
 
     Raises ConfigError naming flag, path and what to do. Creates nothing that stays.
     """
@@ -95,29 +102,59 @@ def _check_prompt_file(flag: str, path: str) -> None:
 
 
 def _check_folders_apart(config: Config) -> None:
-    run, critic = os.path.realpath(config.run.save), os.path.realpath(config.role("critic").save_folder)
-    for owner, taken in (("the run", run), ("the actor", os.path.join(run, "hf")), ("the actor", os.path.join(run, "actor"))):
-        if critic == taken or (taken != run and _inside(critic, taken)):
+    """The run folder is no input, and the two folders that are replaced as a whole hold nothing that must stay."""
+    run, inputs = os.path.realpath(config.run.save), _inputs(config)
+    _check_not_above("--save", run, {flag: path for flag, path in inputs.items() if os.path.realpath(path) == run})
+    critic_save = config.role("critic").save_folder
+    critic, hf = os.path.realpath(critic_save), os.path.realpath(config.role("actor").save_folder)
+    for taken in (hf, *map(str, staging_folders(Path(hf))), *(os.path.join(run, name) for name in _RUN_FOLDERS)):
+        if _holds(taken, critic):
             raise ConfigError(
-                f"--critic-save {config.role('critic').save_folder} is {taken}, where {owner} saves: one would overwrite the "
-                "other. Give the critic a folder of its own (default: <save>/critic)"
+                f"--critic-save {critic_save} is in {taken}, where the run saves something else: one would overwrite the other. "
+                "Give the critic a folder of its own (default: <save>/critic)"
             )
-    inputs = {
+    for flag, folder in (("--save (its hf folder)", hf), ("--critic-save", critic)):
+        _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
+        if config.model.save_hf:
+            _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite)
+
+
+def _inputs(config: Config) -> dict[str, str]:
+    """Flag -> path of everything the run reads."""
+    paths = {
         "--hf-checkpoint": config.model.hf_checkpoint,
         "--ref-load": config.model.ref_folder,
         "--critic-load": config.role("critic").hf_folder,
+        "--prompt-data": config.data.prompt_data,
     }
-    outputs = {"--save": run, "--save (its hf folder)": os.path.join(run, "hf"), "--critic-save": critic}
-    for read_flag, read in inputs.items():
-        for write_flag, written in outputs.items():
-            if written == os.path.realpath(read):
-                raise ConfigError(
-                    f"{write_flag} is {written}, which {read_flag} reads: the run would overwrite its input. Save elsewhere"
-                )
+    if config.eval.eval_prompt_data is not None:
+        paths["--eval-prompt-data"] = config.eval.eval_prompt_data
+    return paths
 
 
-def _inside(path: str, folder: str) -> bool:
-    return path.startswith(folder + os.sep)
+def _check_not_above(flag: str, folder: str, kept: Mapping[str, str]) -> None:
+    for what, path in kept.items():
+        real = os.path.realpath(path)
+        if _holds(folder, real):
+            raise ConfigError(
+                f"{flag} {folder} {'is' if folder == real else 'holds'} {real} ({what}), which the run would overwrite. Give a "
+                "folder of its own"
+            )
+
+
+def _check_replaced_folder(flag: str, folder: Path, *, overwrite: bool) -> None:
+    try:
+        for one in (folder, *staging_folders(folder)):
+            check_replaceable(one)
+    except CheckpointError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if folder.exists() and os.listdir(folder) and not overwrite:
+        raise ConfigError(f"{flag} {folder}: already holds saved weights. Choose another folder, or say --overwrite")
+
+
+def _holds(folder: str, path: str) -> bool:
+    """True when `path` is `folder` or lies in it; both are real paths."""
+    return os.path.commonpath((folder, path)) == folder
 
 
 def _check_run_folder_free(config: Config) -> None:

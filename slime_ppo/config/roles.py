@@ -17,7 +17,6 @@ class RoleSettings:
     num_nodes: int
     num_ranks_per_node: int
     tp_size: int
-    sequence_parallel: bool
     lr: float
     min_lr: float
     lr_decay_style: Literal["constant", "linear", "cosine"]

@@ -34,7 +34,10 @@ class RolloutConfig:
         at_least=0,
     )
     weight_bucket_bytes: int = option(
-        512 * 1024 * 1024, help="weights reach the engine in buckets of this size", unit="bytes", at_least=1
+        64 * 1024 * 1024,
+        help="weights reach the engine in buckets of this size; at most half of a local object store",
+        unit="bytes",
+        at_least=1,
     )
 
     @property

@@ -116,10 +116,6 @@ class Config:
         return yaml_text(asdict(self))
 
 
-def _sequence_parallel(config: Config, tp_size: int) -> bool:
-    return tp_size > 1 if config.parallel.sequence_parallel is None else config.parallel.sequence_parallel and tp_size > 1
-
-
 def _shared(config: Config, planned_steps: int) -> dict[str, Any]:
     """What both roles take from the optimizer section."""
     optimizer = config.optimizer
@@ -135,15 +131,13 @@ def _shared(config: Config, planned_steps: int) -> dict[str, Any]:
 
 
 def _actor(config: Config) -> RoleSettings:
-    tp_size = config.parallel.tensor_model_parallel_size
     return RoleSettings(
         role="actor",
         hf_folder=config.model.hf_checkpoint,
-        save_folder=f"{config.run.save.rstrip('/')}/actor",
+        save_folder=f"{config.run.save.rstrip('/')}/hf",
         num_nodes=config.parallel.actor_num_nodes,
         num_ranks_per_node=config.parallel.actor_num_gpus_per_node,
-        tp_size=tp_size,
-        sequence_parallel=_sequence_parallel(config, tp_size),
+        tp_size=config.parallel.tensor_model_parallel_size,
         lr=config.optimizer.lr,
         lr_warmup_iters=config.optimizer.lr_warmup_iters,
         clip_grad=config.optimizer.clip_grad,
@@ -153,15 +147,13 @@ def _actor(config: Config) -> RoleSettings:
 
 def _critic(config: Config) -> RoleSettings:
     critic, actor = config.critic, _actor(config)
-    tp_size = actor.tp_size if critic.tensor_model_parallel_size is None else critic.tensor_model_parallel_size
     return RoleSettings(
         role="critic",
         hf_folder=actor.hf_folder if critic.load is None else critic.load,
         save_folder=f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save,
         num_nodes=actor.num_nodes if critic.num_nodes is None else critic.num_nodes,
         num_ranks_per_node=actor.num_ranks_per_node if critic.num_gpus_per_node is None else critic.num_gpus_per_node,
-        tp_size=tp_size,
-        sequence_parallel=_sequence_parallel(config, tp_size),
+        tp_size=actor.tp_size if critic.tensor_model_parallel_size is None else critic.tensor_model_parallel_size,
         lr=actor.lr if critic.lr is None else critic.lr,
         lr_warmup_iters=actor.lr_warmup_iters if critic.lr_warmup_iters is None else critic.lr_warmup_iters,
         clip_grad=actor.clip_grad if critic.clip_grad is None else critic.clip_grad,

@@ -11,6 +11,6 @@ class RunConfig:
 
     save: str = option("runs/ppo", help="run folder: resolved config, metrics, report, logs and final weights", unit="folder")
     overwrite: bool = option(False, help="allow a run folder that already holds the metrics of another run")
-    seed: int = option(0, help="seed of prompts, sampling and shuffles", at_least=0)
+    seed: int = option(0, help="seed of prompts, sampling and shuffles", at_least=0, below=2**63)
     num_rollout: int = option(25, help="total number of rollouts of the run", unit="rollouts", at_least=1)
     deterministic: bool = option(True, help="use torch's deterministic algorithms: same seed, same numbers")

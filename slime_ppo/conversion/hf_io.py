@@ -1,6 +1,7 @@
 """Reading and writing the weights of a Hugging Face folder (safetensors, one file or an index of several)."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,15 +10,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slime_ppo.config.hf_folder import (
+    COMPANION_FILES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_replaceable,
+    part_file,
+    read_weight_map,
+    staging_folders,
+)
 from slime_ppo.errors import CheckpointError
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-# what a folder needs besides weights to be loaded again
-COMPANION_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
-)  # fmt: skip
 
 
 class HfWeights(Mapping[str, torch.Tensor]):
@@ -33,13 +35,7 @@ class HfWeights(Mapping[str, torch.Tensor]):
     def _find_files(self) -> dict[str, str]:
         index = self.folder / INDEX_FILE
         if index.is_file():
-            weight_map = _weight_map(index)
-            for file in sorted(set(weight_map.values())):
-                if not (self.folder / file).is_file():
-                    raise CheckpointError(
-                        f"{index} names {file}, which is not in {self.folder}: download or convert the model again"
-                    )
-            return weight_map
+            return read_weight_map(index)
         single = self.folder / SINGLE_FILE
         if not single.is_file():
             raise CheckpointError(
@@ -69,39 +65,30 @@ class HfWeights(Mapping[str, torch.Tensor]):
         return len(self._file_of)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index says."""
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{index} has no readable weight_map ({type(error).__name__}: {error}): download or convert the model again"
-        ) from error
-    return weight_map
-
-
 class HfWriter:
-    """Writes a HF folder file by file beside its final place, and publishes it by one rename at the end.
+    """Writes a HF folder file by file beside its final place, and puts it there by renaming when it is whole.
 
-    An existing folder at the target is replaced only when the new one is whole.
+    An export that is there already steps aside and is removed last. Raises CheckpointError, at the start and again at
+    publication, for a target that holds anything else than an export's files.
     """
 
     def __init__(self, target: str | Path, *, source_folder: str | Path, config_changes: Mapping[str, object]) -> None:
-        self.target = Path(target)
-        self.partial = self.target.with_name(self.target.name + ".partial")
+        self.target = Path(os.path.realpath(target))  # a link stays, the folder behind it is replaced
+        self.partial, self._replaced = staging_folders(self.target)
         self._source = Path(source_folder)
         self._config_changes = config_changes
         self._weight_map: dict[str, str] = {}
         self._total_bytes = 0
         self._num_files = 0
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
+        check_replaceable(self.target)
+        check_replaceable(self._replaced)
+        _remove_export(self.partial)
         self.partial.mkdir(parents=True)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add one file with these tensors."""
         self._num_files += 1
-        name = f"model-{self._num_files:05d}.safetensors"
+        name = part_file(self._num_files)
         save_file(dict(tensors), self.partial / name, metadata={"format": "pt"})
         self._weight_map |= dict.fromkeys(tensors, name)
         self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -109,7 +96,7 @@ class HfWriter:
     def publish(self) -> None:
         """Write config, tokenizer files and index, then put the folder in its place."""
         if self._num_files == 1:
-            (self.partial / "model-00001.safetensors").rename(self.partial / SINGLE_FILE)
+            (self.partial / part_file(1)).rename(self.partial / SINGLE_FILE)
         else:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
             (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
@@ -118,6 +105,16 @@ class HfWriter:
         for file in COMPANION_FILES:
             if (self._source / file).is_file():
                 shutil.copy2(self._source / file, self.partial / file)
+        check_replaceable(self.target)
         if self.target.exists():
-            shutil.rmtree(self.target)
+            _remove_export(self._replaced)
+            self.target.rename(self._replaced)
         self.partial.rename(self.target)
+        _remove_export(self._replaced)
+
+
+def _remove_export(folder: Path) -> None:
+    """Remove a folder if it is there; CheckpointError if it holds anything else than an export's files."""
+    check_replaceable(folder)
+    if folder.exists():
+        shutil.rmtree(folder)

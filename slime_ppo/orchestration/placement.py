@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from slime_ppo.parallel.worker_settings import DeviceKind
 
 _log = logging.getLogger(__name__)
 
+_REACH_TIMEOUT_S = 5.0
+
 # shares of a bundle: three tenants live on one device and take turns
 TENANT_SHARE: Mapping[str, float] = {"actor": 0.4, "critic": 0.4, "rollout": 0.2}
 
@@ -32,7 +35,6 @@ class ClusterSettings:
     address: str | None
     num_bundles: int
     device: Literal["cpu", "cuda", "auto"]
-    num_threads_per_rank: int
     placement_timeout_s: float
     object_store_bytes: int
 
@@ -89,18 +91,24 @@ class RayCluster:
         """Where the run is, for the start of its output."""
         if self._settings.address is not None:
             return f"joined the Ray cluster at {self._settings.address}, {self._settings.num_bundles} bundles on {self.device}"
+        locked = os.environ.get("RAY_AUTH_MODE") == "token"
         return (
             f"local Ray cluster, {self._settings.num_bundles} bundles on {self.device}. Ray listens on all network interfaces; "
-            "a token made for this run locks it"
+            + ("a token locks it" if locked else "its token lock is off (RAY_AUTH_MODE)")
         )
 
     def _connect(self) -> None:
         quiet_ray()
         common: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
         if self._settings.address is not None:
-            # the driver's environment does not reach the workers of a cluster that runs already
-            threads = {"OMP_NUM_THREADS": str(self._settings.num_threads_per_rank)}
-            ray.init(address=self._settings.address, runtime_env={"env_vars": threads}, **common)
+            _check_reachable(self._settings.address)
+            try:
+                ray.init(address=self._settings.address, **common)
+            except Exception as error:
+                raise ConfigError(
+                    f"cannot join the Ray cluster at {self._settings.address}: {type(error).__name__}: {error}. Is it running, and "
+                    "do RAY_AUTH_MODE and the token agree on both sides?"
+                ) from error
             return
         cores = os.cpu_count() or 1
         ray.init(
@@ -134,6 +142,20 @@ class RayCluster:
                 "the rest: wait for them, or ask for less"
             ) from error
         return group
+
+
+def _check_reachable(address: str) -> None:
+    """Ray retries an address where nobody listens for minutes, deaf to signals. Other forms than host:port are Ray's to judge."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} (--ray-address, or RAY_ADDRESS): {error}. Start one there, or leave the "
+            "address out to start a local one"
+        ) from error
 
 
 def _resources(query: Callable[[], Any]) -> dict[str, float]:

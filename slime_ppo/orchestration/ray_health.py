@@ -25,7 +25,9 @@ class Call:
     who: str
 
 
-def gather(calls: Sequence[Call], *, phase: str, timeout_s: float, watched: Sequence[Call] = ()) -> list[Any]:
+def gather(
+    calls: Sequence[Call], *, phase: str, timeout_s: float, watched: Sequence[Call] = (), limit: str = "--call-timeout-s"
+) -> list[Any]:
     """The results in order.
 
     When any call fails, or a process behind `watched` (calls that never return while it lives) dies, the others get a
@@ -39,12 +41,19 @@ def gather(calls: Sequence[Call], *, phase: str, timeout_s: float, watched: Sequ
         ready, _ = ray.wait(pending + guards, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = ", ".join(call.who for call in calls if call.ref in pending)
-            raise ParallelError(f"{phase} took longer than {timeout_s:g} s (--call-timeout-s): no answer from {late}")
+            raise ParallelError(f"{phase} took longer than {timeout_s:g} s ({limit}): no answer from {late}")
         # all that has finished by now, not only the one that ended the wait: a failure must not slip by beside a success
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
         if ready[0] in guards or any(_failure(ref) is not None for ref in done):
             raise _most_telling(calls, watched, phase)
     return ray.get([call.ref for call in calls])
+
+
+def check_alive(watched: Sequence[Call], phase: str) -> None:
+    """Raise as `gather` does when a process behind `watched` has died; for waits that are not Ray's."""
+    ready, _ = ray.wait([call.ref for call in watched], num_returns=1, timeout=0)
+    if ready:
+        raise _most_telling([], watched, phase)
 
 
 def _failure(ref: "ray.ObjectRef[Any]") -> Exception | None:
@@ -59,7 +68,8 @@ def _failure(ref: "ray.ObjectRef[Any]") -> Exception | None:
 
 
 def _most_telling(calls: Sequence[Call], watched: Sequence[Call], phase: str) -> SlimePpoError:
-    ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=_SETTLE_S)
+    waited_for = calls or watched
+    ray.wait([call.ref for call in waited_for], num_returns=len(waited_for), timeout=_SETTLE_S)
     failures = [(call.who, error) for call in [*calls, *watched] if (error := _failure(call.ref)) is not None]
     if not failures:
         return ParallelError(f"a process ended during {phase} without an error")

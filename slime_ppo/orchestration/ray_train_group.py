@@ -1,5 +1,6 @@
 """All ranks of one role as Ray processes, behind the TrainGroup protocol."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,10 +43,9 @@ class RayTrainGroup:
         ]
         watched.extend(self._calls([rank.outlive.remote() for rank in self.ranks]))
 
-    def rendezvous(self) -> str:
-        """Where the role's process group meets; ready when rank 0 has imported torch and serves a store."""
-        [init_method] = self._gather([self.ranks[0].rendezvous.remote()], "start")
-        return str(init_method)
+    def rendezvous(self) -> Call:
+        """Begin serving a store where the role's process group meets; the result is its init_method."""
+        return self._calls([self.ranks[0].rendezvous.remote()])[0]
 
     def start(self, method: str, arguments: Sequence[Sequence[object]]) -> list[Call]:
         """Begin building the role, one tuple of arguments per rank; wait for the calls together with the other roles'."""
@@ -56,7 +56,7 @@ class RayTrainGroup:
 
     def fetch(self, handle: BatchHandle) -> RolloutBatch:
         refs: list[Any] = [handle.batch, *handle.parts]
-        batch, *parts = ray.get(refs)
+        batch, *parts = self._gather(refs, "columns to the driver")
         merged: RolloutBatch = batch.with_parts(parts)
         return merged
 
@@ -97,7 +97,8 @@ class RayTrainGroup:
         return held
 
     def save_hf(self, folder: str) -> None:
-        self._gather([rank.save_hf.remote(folder, self._bucket_bytes) for rank in self.ranks], "saving weights")
+        target = os.path.abspath(folder)  # a rank's current directory is another one on a joined cluster
+        self._gather([rank.save_hf.remote(target, self._bucket_bytes) for rank in self.ranks], "saving weights")
 
     def _columns(self, handle: BatchHandle, answers: list[list["ray.ObjectRef[Any]"]], phase: str) -> tuple[BatchHandle, Stats]:
         stats = self._gather([report for _, report in answers], phase)

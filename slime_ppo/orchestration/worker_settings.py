@@ -1,5 +1,7 @@
 """Config -> what the processes of a role are started with. No torch."""
 
+import os
+
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.parallel.layout import ParallelLayout
@@ -19,8 +21,9 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
     layout = ParallelLayout(num_ranks=one.num_ranks, tp_size=one.tp_size)
     keeps_reference = role == "actor" and config.ppo.needs_reference
     model = ModelSettings(
-        hf_folder=one.hf_folder,
-        ref_folder=config.model.ref_folder if keeps_reference else None,
+        # a rank's current directory is another one than the driver's on a joined cluster
+        hf_folder=os.path.abspath(one.hf_folder),
+        ref_folder=os.path.abspath(config.model.ref_folder) if keeps_reference else None,
         dtype=config.model.dtype,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
     )

@@ -3,7 +3,8 @@
 import logging
 import multiprocessing
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, wait
 from concurrent.futures import TimeoutError as TaskTimeoutError
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 # a reward function may import a deep-learning framework or load a model
 _START_TIMEOUT_S = 300.0
+_CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,34 @@ class RewardOutcome:
     reasons: Mapping[int, str]
 
 
+class _Watch:
+    """Runs the caller's check every _CHECK_INTERVAL_S, counted over all waits: each of many calls may be shorter than that."""
+
+    def __init__(self, check: Callable[[], None] | None) -> None:
+        self._check = check
+        self._due = time.monotonic() + _CHECK_INTERVAL_S
+
+    def wait(self, task: ProcessFuture[BatchScores]) -> None:
+        """Return when the task is done or the next check was due, and went well."""
+        wait([task], timeout=max(0.0, self._due - time.monotonic()))
+        if time.monotonic() >= self._due:
+            if self._check is not None:
+                self._check()
+            self._due = time.monotonic() + _CHECK_INTERVAL_S
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """A call of the reward function that was handed to a pool."""
 
     pool: ProcessPool
     task: ProcessFuture[BatchScores]
+    watch: _Watch
 
     def result(self) -> BatchScores:
         """Wait for it. A pool that broke may have lost the task without telling: hence the look at the pool."""
         while not self.task.done():
-            wait([self.task], timeout=1.0)
+            self.watch.wait(self.task)
             if not self.pool.active and not self.task.done():
                 raise BrokenProcessPool
         return self.task.result()
@@ -100,18 +119,21 @@ class RewardRunner:
             self.close()
             raise ConfigError(problem)
 
-    def score(self, samples: Sequence[Sample]) -> RewardOutcome:
+    def score(self, samples: Sequence[Sample], check: Callable[[], None] | None = None) -> RewardOutcome:
         """The samples with their rewards.
 
+        `check` is called about every half second of waiting, from this thread. A SlimePpoError from it ends the wait and the
+        calls and is raised (not so a TimeoutError, which is what a call that took too long raises).
         Raises RewardError that names the sample at fault, or all samples of a call whose answer has the wrong length.
         """
+        watch = _Watch(check)
         batches = [samples[start : start + self._batch_size] for start in range(0, len(samples), self._batch_size)]
-        calls = [self._call(batch) for batch in batches]
+        calls = [self._call(batch, watch) for batch in batches]
         scored: list[Sample] = []
         reasons: dict[int, str] = {}
         try:
             for batch, call in zip(batches, calls, strict=True):
-                for sample, reward, problem in self._settled(batch, self._scores(batch, call)):
+                for sample, reward, problem in self._settled(batch, call):
                     if not problem:
                         scored.append(sample.with_reward(reward))
                     elif self._drop_bad:
@@ -161,10 +183,10 @@ class RewardRunner:
             self._pool.join()
             self._pool = None
 
-    def _call(self, batch: Sequence[Sample]) -> _Call:
+    def _call(self, batch: Sequence[Sample], watch: _Watch) -> _Call:
         inputs = [RewardInput.from_sample(sample) for sample in batch]
         pool = self._live_pool()
-        call = _Call(pool, pool.schedule(score_batch, args=(self._spec, inputs), timeout=self._timeout_s))
+        call = _Call(pool, pool.schedule(score_batch, args=(self._spec, inputs), timeout=self._timeout_s), watch)
         self._calls.add(call)
         return call
 
@@ -186,14 +208,15 @@ class RewardRunner:
             return call.result()
         except BrokenProcessPool:
             # a worker died between calls, which is no fault of these samples: once more
-            call = self._call(batch)
+            call = self._call(batch, call.watch)
             try:
                 return call.result()
             finally:
                 self._forget(call)
 
-    def _settled(self, batch: Sequence[Sample], scores: BatchScores) -> Iterator[tuple[Sample, float, str]]:
-        """(sample, reward, "" or what is wrong) for each sample of a batch."""
+    def _settled(self, batch: Sequence[Sample], call: _Call) -> Iterator[tuple[Sample, float, str]]:
+        """(sample, reward, "" or what is wrong) for each sample of a batch, once its call is over."""
+        scores = self._scores(batch, call)
         if scores.broken is not None:
             raise RewardError(self._about_batch(batch, scores.broken))
         if scores.failure is None:
@@ -205,9 +228,11 @@ class RewardRunner:
                 "reward function %s %s on a batch of %d; scoring them one by one", self._spec.path, scores.failure, len(batch)
             )
             for sample in batch:
-                call = self._call([sample])
-                yield from self._settled([sample], self._scores([sample], call))
-                self._forget(call)
+                alone = self._call([sample], call.watch)
+                try:
+                    yield from self._settled([sample], alone)
+                finally:
+                    self._forget(alone)
 
     def _about(self, sample: Sample, problem: str) -> str:
         return (

@@ -1,6 +1,6 @@
 """What the trainer hands to every tracker, and the seam they share: start, log, log_table, close."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -94,7 +94,11 @@ class Tracker(Protocol):
 
 
 class TrackerSet:
-    """Hands every call to every tracker, in the order given. A tracker itself."""
+    """Hands every call to every tracker, in the order given. A tracker itself.
+
+    `start` ends at the first tracker that fails; the other calls reach every tracker, then raise the first failure: what
+    one cannot send must not be missing in the files of the others.
+    """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -104,20 +108,20 @@ class TrackerSet:
             tracker.start(run)
 
     def log(self, record: RolloutRecord) -> None:
-        for tracker in self._trackers:
-            tracker.log(record)
+        self._hand_to_all(lambda tracker: tracker.log(record))
 
     def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
-        for tracker in self._trackers:
-            tracker.log_table(rollout_id, samples)
+        self._hand_to_all(lambda tracker: tracker.log_table(rollout_id, samples))
 
     def close(self) -> None:
-        """Close all trackers, also when one fails to; then raise the first failure."""
+        self._hand_to_all(lambda tracker: tracker.close())
+
+    def _hand_to_all(self, call: Callable[[Tracker], None]) -> None:
         failures: list[Exception] = []
         for tracker in self._trackers:
             try:
-                tracker.close()
-            except Exception as failure:  # the others still have files to flush
+                call(tracker)
+            except Exception as failure:  # the others still have files to write
                 failures.append(failure)
         if failures:
             raise failures[0]

@@ -10,21 +10,24 @@ EVENTS_FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Metrics of a rollout stand at its rollout id, `step/*` at the number of the optimizer step."""
+    """Metrics of a rollout stand at its rollout id, `step/*` at the number of the optimizer step.
+
+    The constructor imports the package, and raises ConfigError when it is missing.
+    """
 
     def __init__(self) -> None:
-        self._writer: Any = None
-
-    def start(self, run: RunInfo) -> None:
-        """Raises ConfigError when the package is missing."""
         try:
             from tensorboard.summary import Writer
-        except ImportError as error:
+        except Exception as error:  # a broken installation raises other errors than ImportError
             raise ConfigError(
                 f"--use-tensorboard needs the package tensorboard, and importing it failed ({error}). "
                 "Install it (pip install tensorboard) or leave the flag out; metrics.jsonl and report.html need neither."
             ) from error
-        self._writer = Writer(str(run.run_dir / EVENTS_FOLDER))
+        self._make_writer: Any = Writer
+        self._writer: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        self._writer = self._make_writer(str(run.run_dir / EVENTS_FOLDER))
 
     def log(self, record: RolloutRecord) -> None:
         for name, value in sorted(record.metrics.items()):

@@ -12,6 +12,7 @@ from slime_ppo.tracking.wandb import WandbTracker
 def build_trackers(config: TrackingConfig) -> TrackerSet:
     """Console, metrics.jsonl and report always; TensorBoard and Weights & Biases behind their flags.
 
+    Nothing is started. The optional ones come first: one that cannot start must not find the files of an earlier run emptied.
     Raises ConfigError when a package is missing.
     """
     optional: list[Tracker] = []
@@ -19,4 +20,4 @@ def build_trackers(config: TrackingConfig) -> TrackerSet:
         optional.append(TensorBoardTracker())
     if config.use_wandb:
         optional.append(WandbTracker(project=config.wandb_project, group=None, mode=config.wandb_mode))
-    return TrackerSet([JsonlTracker(), *optional, ReportTracker(), ConsoleTracker()])
+    return TrackerSet([*optional, JsonlTracker(), ReportTracker(), ConsoleTracker()])

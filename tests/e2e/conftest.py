@@ -32,7 +32,8 @@ class Runs:
     def start(self, save: Path, *flags: str, script: str = "scripts/train_ppo.py") -> subprocess.Popen[str]:
         command = [
             sys.executable, script, "--config", "configs/quickstart_cpu.yaml",
-            "--hf-checkpoint", str(self.model), "--save", str(save), *flags,
+            # relative: the workers of a joined cluster stand in another directory
+            "--hf-checkpoint", os.path.relpath(self.model, ROOT), "--save", os.path.relpath(save, ROOT), *flags,
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -86,7 +87,7 @@ def joined_runs(local_runs: Runs) -> Iterator[Runs]:
     }
     head = subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.ray_head", str(CPUS_OF_CLUSTER)],
-        cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        cwd="/", env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert head.stdin is not None and head.stdout is not None
     address = head.stdout.readline().strip()

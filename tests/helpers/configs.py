@@ -1,6 +1,7 @@
 """Configs and model folders for tests, without torch."""
 
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def make_config(**values: Value) -> Config:
 
 
 def write_model_folder(folder: Path, **changes: object) -> Path:
-    """A folder with a config.json of the quickstart model's shape and an empty weights file; a change of None drops the key."""
+    """A folder with a config.json of the quickstart model's shape and a weights file without tensors; a change of None drops the key."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = {key: value for key, value in (dict(GLASS_SHAPE) | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(entries), encoding="utf-8")
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return folder

@@ -129,7 +129,7 @@ class Scenarios:
 
 def settings(num_bundles: int) -> ClusterSettings:
     return ClusterSettings(
-        address=None, num_bundles=num_bundles, device="auto", num_threads_per_rank=1, placement_timeout_s=1.0,
+        address=None, num_bundles=num_bundles, device="auto", placement_timeout_s=1.0,
         object_store_bytes=100 * 2**20,
     )  # fmt: skip
 

@@ -165,7 +165,8 @@ class RecordingRewards:
         self.journal = journal
         self.dropped: set[int] = set()
 
-    def score(self, samples: Sequence[Sample]) -> RewardOutcome:
+    def score(self, samples: Sequence[Sample], *, check: Callable[[], None]) -> RewardOutcome:
+        check()
         self.journal.append("reward")
         kept = tuple(sample.with_reward(1.0) for sample in samples if sample.sample_id not in self.dropped)
         reasons = {sample.sample_id: "returned None" for sample in samples if sample.sample_id in self.dropped}
@@ -255,6 +256,7 @@ class Parts:
             heldout=[make_prompt(1000 + index) for index in range(self.num_heldout)],
             tracker=self.tracker,
             clock=clock,
+            check_alive=lambda: None,
         )
 
 

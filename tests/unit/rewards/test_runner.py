@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from slime_ppo.errors import ConfigError, RewardError
+from slime_ppo.errors import ConfigError, ParallelError, RewardError
 from slime_ppo.rewards.base import RewardSpec
-from slime_ppo.rewards.runner import RewardRunner
+from slime_ppo.rewards.runner import RewardRunner, _Watch
 from slime_ppo.types.sample import FinishReason, Prompt, Sample
 
 FUNCTIONS = "tests.helpers.reward_functions"
@@ -173,7 +173,7 @@ def test_close_in_the_middle_of_a_call_leaves_no_worker() -> None:
     before = num_workers_alive()
     made = runner("by_metadata")
     made.start()
-    made._call([sample(0, "sleep")])
+    made._call([sample(0, "sleep")], _Watch(None))
     assert num_workers_alive() == before + 1
     made.close()
     made.close()
@@ -192,6 +192,44 @@ def test_close_from_another_thread_ends_the_wait() -> None:
         made.close()
         with pytest.raises(RewardError, match="the workers of .*by_metadata were closed while they scored samples"):
             waiting.result(timeout=60)
+
+
+def another_process_died() -> None:
+    raise ParallelError("actor rank 0 died")
+
+
+@pytest.mark.parametrize("wishes", [["sleep"], ["raise", "-", "sleep"]], ids=["batch", "one by one"])
+def test_score_check_that_raises_ends_the_wait_and_runner_stays_usable(wishes: list[str]) -> None:
+    """Without the check the sample would be left out, for the time limit."""
+    before = num_workers_alive()
+    made = runner("by_metadata", on_bad_sample="drop", timeout_s=30.0)
+    made.start()
+    with pytest.raises(ParallelError, match="actor rank 0 died"):
+        made.score([sample(index, wish) for index, wish in enumerate(wishes)], check=another_process_died)
+    assert not made._calls
+    assert [scored.reward for scored in made.score([sample(1)]).samples] == [2.0]
+    made.close()
+    assert num_workers_alive() == before
+
+
+def test_close_after_a_check_that_raised_leaves_no_worker() -> None:
+    before = num_workers_alive()
+    with pytest.raises(ParallelError), runner("by_metadata", timeout_s=30.0) as made:
+        made.score([sample(0, "sleep"), *(sample(index) for index in range(1, 20))], check=another_process_died)
+    assert num_workers_alive() == before
+
+
+def test_score_check_is_called_also_when_every_single_call_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import time\ndef score(inputs):\n    time.sleep(0.1)\n    return [1.0] * len(inputs)\n"
+    (tmp_path / "short_calls.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = RewardSpec("short_calls.score", "--custom-rm-path")
+    checks: list[float] = []
+    with RewardRunner(spec, num_workers=1, batch_size=1, timeout_s=30.0, on_bad_sample="error") as made:
+        made.start()
+        outcome = made.score([sample(index) for index in range(8)], check=lambda: checks.append(time.monotonic()))
+    assert [scored.reward for scored in outcome.samples] == [1.0] * 8
+    assert checks
 
 
 PRELUDE = """

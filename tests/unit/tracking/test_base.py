@@ -10,10 +10,9 @@ from slime_ppo.types.stats import Stats
 
 
 class RecordingTracker:
-    def __init__(self, name: str, calls: list[str], *, fails_to_close: bool = False) -> None:
+    def __init__(self, name: str, calls: list[str]) -> None:
         self._name = name
         self._calls = calls
-        self._fails_to_close = fails_to_close
 
     def start(self, run: RunInfo) -> None:
         self._calls.append(f"{self._name} start {run.title}")
@@ -26,8 +25,20 @@ class RecordingTracker:
 
     def close(self) -> None:
         self._calls.append(f"{self._name} close")
-        if self._fails_to_close:
-            raise OSError(f"{self._name}: disk full")
+
+
+class FailingTracker:
+    def start(self, run: RunInfo) -> None:
+        raise OSError("no start")
+
+    def log(self, record: RolloutRecord) -> None:
+        raise OSError("no log")
+
+    def log_table(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+        raise OSError("no table")
+
+    def close(self) -> None:
+        raise OSError("no close")
 
 
 def test_tracker_set_hands_every_call_to_every_tracker_in_order(
@@ -43,12 +54,25 @@ def test_tracker_set_hands_every_call_to_every_tracker_in_order(
     assert calls == [f"{name} {call}" for call in each for name in ("a", "b")]
 
 
-def test_tracker_set_when_one_fails_to_close_closes_the_others_and_raises() -> None:
+def test_tracker_set_when_one_fails_the_others_get_the_call_and_the_failure_is_raised(
+    records: tuple[RolloutRecord, ...],
+) -> None:
     calls: list[str] = []
-    trackers = TrackerSet([RecordingTracker("a", calls, fails_to_close=True), RecordingTracker("b", calls)])
-    with pytest.raises(OSError, match="a: disk full"):
+    trackers = TrackerSet([FailingTracker(), RecordingTracker("b", calls)])
+    with pytest.raises(OSError, match="no log"):
+        trackers.log(records[2])
+    with pytest.raises(OSError, match="no table"):
+        trackers.log_table(2, ())
+    with pytest.raises(OSError, match="no close"):
         trackers.close()
-    assert calls == ["a close", "b close"]
+    assert calls == ["b log 2", "b table 2 0", "b close"]
+
+
+def test_tracker_set_when_one_does_not_start_the_ones_after_it_are_not_started(run: RunInfo) -> None:
+    calls: list[str] = []
+    with pytest.raises(OSError, match="no start"):
+        TrackerSet([RecordingTracker("a", calls), FailingTracker(), RecordingTracker("b", calls)]).start(run)
+    assert calls == ["a start A small run"]
 
 
 def test_critic_only_is_told_from_the_roles_that_had_a_turn(records: tuple[RolloutRecord, ...]) -> None:

@@ -43,10 +43,10 @@ def test_tensorboard_metric_that_is_nan_is_kept_as_nan(run: RunInfo) -> None:
     assert step == 7 and math.isnan(value)
 
 
-def test_tensorboard_package_missing_is_a_config_error(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_package_missing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     with pytest.raises(ConfigError, match="--use-tensorboard needs the package tensorboard.*pip install tensorboard"):
-        TensorBoardTracker().start(run)
+        TensorBoardTracker()
 
 
 def test_trackers_import_no_torch_in_the_driver(tmp_path: Path) -> None:

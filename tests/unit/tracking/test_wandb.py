@@ -1,8 +1,9 @@
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -83,13 +84,62 @@ def test_wandb_samples_are_one_table_per_rollout(fake: FakeWandb, run: RunInfo, 
     }
 
 
-def test_wandb_package_missing_is_a_config_error(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_package_missing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="--use-wandb needs the package wandb.*pip install wandb"):
+        WandbTracker(project="p", group=None, mode="online")
+
+
+@pytest.mark.parametrize(
+    ("mode", "advice"),
+    [
+        ("online", "Run `wandb login` or set WANDB_API_KEY, or use --wandb-mode offline, which needs neither key nor network."),
+        ("offline", "Leave --use-wandb out; metrics.jsonl and report.html do not need it."),
+    ],
+)
+def test_wandb_run_that_does_not_start_is_a_config_error_with_advice(
+    fake: FakeWandb, run: RunInfo, monkeypatch: pytest.MonkeyPatch, mode: Literal["online", "offline"], advice: str
+) -> None:
+    def refuse(**_: Any) -> FakeRun:
+        raise OSError("no answer from the service.\nTraceback: many lines")
+
+    monkeypatch.setattr(fake, "init", refuse)
+    tracker = WandbTracker(project="p", group=None, mode=mode)
+    with pytest.raises(ConfigError) as error:
+        tracker.start(run)
+    tracker.close()
+    assert str(error.value) == (
+        f"--use-wandb: Weights & Biases did not start a run in project 'p' (--wandb-mode {mode}): no answer from the service. "
+        + advice
+    )
+
+
+def test_wandb_error_without_text_is_named_by_its_type(fake: FakeWandb, run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> FakeRun:
+        raise TimeoutError
+
+    monkeypatch.setattr(fake, "init", refuse)
+    with pytest.raises(ConfigError, match=r"\(--wandb-mode online\): TimeoutError\. Run `wandb login`"):
         WandbTracker(project="p", group=None, mode="online").start(run)
 
 
+def test_wandb_run_folder_is_made_before_the_run_starts(fake: FakeWandb, run: RunInfo) -> None:
+    tracker = WandbTracker(project="p", group=None, mode="offline")
+    tracker.start(replace(run, run_dir=run.run_dir / "new"))
+    assert (run.run_dir / "new").is_dir()
+
+
 if importlib.util.find_spec("wandb") is not None:
+
+    def test_wandb_online_run_of_the_real_package_without_a_key_is_a_config_error(
+        run: RunInfo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+        monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        with pytest.raises(ConfigError, match=r"No API key configured.*WANDB_API_KEY"):
+            WandbTracker(project="p", group=None, mode="online").start(run)
 
     def test_wandb_offline_run_of_the_real_package_lies_in_the_run_folder(
         run: RunInfo,
