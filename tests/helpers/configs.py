@@ -36,7 +36,7 @@ def make_config(**values: Value) -> Config:
 
 
 def write_model_folder(folder: Path, **changes: object) -> Path:
-    """A folder with a config.json of the quickstart model's shape and a weights file without tensors; a change of None drops the key."""
+    """A folder with a config.json of the quickstart model's shape and weights without tensors; a change of None drops the key."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = {key: value for key, value in (dict(GLASS_SHAPE) | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(entries), encoding="utf-8")

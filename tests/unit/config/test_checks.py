@@ -69,6 +69,21 @@ ADAPTIVE: dict[str, Value] = {"ppo__kl_controller": "adaptive", "ppo__kl_target"
         ({**KL_LOSS, "ppo__kl_loss_type": "k1"}, ("--kl-loss-type k1", "gradient of exactly zero", "Use k2")),
         ({**KL_LOSS, "ppo__kl_coef": 0.1}, ("--kl-coef 0.1", "--use-kl-loss", "--allow-double-kl")),
         ({"ppo__kl_target": 6.0}, ("--kl-target 6.0 is used only with --kl-controller adaptive",)),
+        ({"ppo__kl_target_unit": "token"}, ("--kl-target-unit token is used only with --kl-controller adaptive",)),
+        ({"ppo__kl_loss_type": "k2"}, ("--kl-loss-type k2 is used only with --use-kl-loss",)),
+        ({"run__seed": 2**63}, ("run.seed is 9223372036854775808", "< 9223372036854775808")),
+        ({"run__seed": 10**400}, ("expected a whole number >= 0 and < 9223372036854775808",)),
+        (
+            {"rollout__weight_bucket_bytes": 2**29},
+            (
+                "--weight-bucket-bytes 536870912 is more than half of --object-store-bytes 268435456",
+                "Use --weight-bucket-bytes 134217728 or less, or --object-store-bytes 1073741824 or more",
+            ),
+        ),
+        (
+            {"rollout__weight_bucket_bytes": 2**29, "cluster__ray_address": "local"},
+            ("--weight-bucket-bytes 536870912 is more than half",),
+        ),
         ({"ppo__kl_horizon": 10}, ("--kl-horizon 10 is used only with --kl-controller adaptive",)),
         ({**ADAPTIVE, "ppo__kl_target": None}, ("needs --kl-target and --kl-horizon", "found --kl-target null")),
         ({**ADAPTIVE, "ppo__kl_horizon": None}, ("needs --kl-target and --kl-horizon", "--kl-horizon null")),
@@ -112,6 +127,10 @@ def test_check_config_refuses_with_reason_and_fix(values: dict[str, Value], part
         {"ppo__num_critic_only_steps": 25, "optimizer__lr_decay_style": "cosine"},
         {"optimizer__lr_decay_style": "cosine", "optimizer__lr_warmup_iters": 24},
         {"optimizer__lr_warmup_iters": 100},
+        {"run__seed": 2**63 - 1},
+        {"rollout__weight_bucket_bytes": 2**27},
+        {"rollout__weight_bucket_bytes": 2**29, "cluster__ray_address": "10.0.0.1:6379"},
+        {**ADAPTIVE, "ppo__kl_target_unit": "token"},
         {"eval__eval_interval": 5, "eval__eval_prompt_data": "held_out.jsonl"},
     ],
 )
@@ -186,4 +205,43 @@ def test_config_warnings_name_a_reward_kl_that_is_for_comparison() -> None:
     assert config_warnings(make_config(ppo__kl_coef=0.1)) == ()
     [warning] = config_warnings(make_config(ppo__kl_coef=0.1, ppo__kl_reward_type="k3"))
     assert "--kl-reward-type k3" in warning and "comparison only" in warning
-    assert config_warnings(make_config(ppo__kl_reward_type="k3")) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({"ppo__whiten_domain": "step", "ppo__normalize_advantages": False}, "--whiten-domain step has no effect"),
+        ({"ppo__kl_reward_type": "k3"}, "--kl-reward-type k3 has no effect: it is used only with --kl-coef above 0"),
+        ({"model__ref_load": "other"}, "--ref-load other has no effect: it is used only with --kl-coef above 0 or --use-kl-loss"),
+        ({"optimizer__min_lr": 1e-7}, "--min-lr 1e-07 has no effect: it is used only with --lr-decay-style linear or cosine"),
+        ({"optimizer__lr_decay_iters": 9}, "--lr-decay-iters 9 has no effect"),
+        ({"tracking__wandb_project": "mine"}, "--wandb-project mine has no effect: it is used only with --use-wandb"),
+        ({"tracking__wandb_mode": "offline"}, "--wandb-mode offline has no effect: it is used only with --use-wandb"),
+        (
+            {"optimizer__lr_warmup_iters": 25, "critic__lr_warmup_iters": 0},
+            "the actor's warm-up of 25 steps is not over after its 25",
+        ),
+        ({"critic__lr_warmup_iters": 30}, "the critic's warm-up of 30 steps is not over after its 25 planned steps"),
+    ],
+)
+def test_config_warnings_name_an_option_without_effect_and_the_run_goes_on(values: dict[str, Value], warning: str) -> None:
+    check_config(make_config(**values))
+    [found] = config_warnings(make_config(**values))
+    assert found.startswith(warning)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"ppo__whiten_domain": "step"},
+        {"model__ref_load": "other", **KL_LOSS},
+        {"optimizer__min_lr": 1e-7, "optimizer__lr_decay_iters": 9, "optimizer__lr_decay_style": "cosine"},
+        {"tracking__wandb_project": "mine", "tracking__wandb_mode": "offline", "tracking__use_wandb": True},
+        {"optimizer__lr_warmup_iters": 24},
+        # the actor never trains: its warm-up is no one's concern
+        {"optimizer__lr_warmup_iters": 9, "ppo__num_critic_only_steps": 25},
+    ],
+)
+def test_config_warnings_are_silent_about_options_in_use(values: dict[str, Value]) -> None:
+    assert config_warnings(make_config(**values)) == ()

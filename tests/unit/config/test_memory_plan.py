@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_ppo.config.fields import Value
 from slime_ppo.config.memory_plan import engine_memory, micro_batch_tokens, num_params, role_memory
 from slime_ppo.config.model_shape import ModelShape
 from tests.helpers.configs import make_config, write_model_folder
@@ -44,13 +45,13 @@ def test_micro_batch_tokens_are_limited_by_samples_of_the_rank_or_by_tokens() ->
 
 
 def test_role_memory_of_one_float32_rank_is_the_sum_by_hand(shape: ModelShape) -> None:
-    config = make_config(data__rollout_max_prompt_len=32, batch__micro_batch_size=1)
+    config = make_config(data__rollout_max_prompt_len=32, batch__micro_batch_size=1, ppo__kl_coef=0.1)
     one = role_memory(config, shape, "actor")
     assert (one.params, one.grads, one.optimizer) == (4 * GLASS_PARAMS, 4 * GLASS_PARAMS, 8 * GLASS_PARAMS)
     assert one.activations == 4 * 48 * 4 * (6 * 128 + 2 * 128 + 2 * 64 + 4 * 352)
     assert one.logits == 2 * 4 * 16 * 1024
-    # reference beside the sleeping actor's weights and moments
-    assert one.host == 4 * GLASS_PARAMS + 4 * GLASS_PARAMS + 8 * GLASS_PARAMS
+    # the reference and the room to swap it in, beside the sleeping actor's weights and moments
+    assert one.host == 2 * 4 * GLASS_PARAMS + 4 * GLASS_PARAMS + 8 * GLASS_PARAMS
     assert one.total == one.params + one.grads + one.optimizer + one.activations + one.logits
 
 
@@ -58,11 +59,19 @@ def test_role_memory_of_bfloat16_ranks_splits_main_params_and_moments_over_data_
     config = make_config(model__dtype="bfloat16", parallel__actor_num_gpus_per_node=2, cluster__offload=False)
     one = role_memory(config, shape, "actor")
     assert (one.params, one.grads, one.optimizer) == (2 * GLASS_PARAMS, 4 * GLASS_PARAMS, 12 * GLASS_PARAMS // 2)
-    assert one.host == 2 * GLASS_PARAMS
+    assert one.host == 0
+
+
+def test_role_memory_counts_the_reference_twice_with_a_kl_and_not_at_all_without(shape: ModelShape) -> None:
+    def host(**kl: Value) -> int:
+        return role_memory(make_config(model__dtype="bfloat16", cluster__offload=False, **kl), shape, "actor").host
+
+    assert host() == 0
+    assert host(ppo__kl_coef=0.1) == host(ppo__use_kl_loss=True, ppo__kl_loss_coef=0.1) == 2 * 2 * GLASS_PARAMS
 
 
 def test_role_memory_of_the_critic_has_neither_logits_nor_reference(shape: ModelShape) -> None:
-    one = role_memory(make_config(cluster__offload=False), shape, "critic")
+    one = role_memory(make_config(cluster__offload=False, ppo__kl_coef=0.1), shape, "critic")
     assert (one.logits, one.host) == (0, 0)
     assert one.params == 4 * (GLASS_PARAMS + 129)
 

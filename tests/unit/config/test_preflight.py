@@ -88,19 +88,108 @@ def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_pa
     check_files(make(**(evaluating | {"eval__eval_interval": 0})))
 
 
-@pytest.mark.parametrize("folder", ["run", "run/", "run/hf", "run/actor", "run/actor/deeper", "link"])
-def test_check_files_with_two_roles_in_one_folder_is_refused(make: Make, tmp_path: Path, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "taken"),
+    [
+        ("run/hf", "run/hf"),
+        ("run/hf/deeper", "run/hf"),
+        ("link/hf", "run/hf"),
+        ("run/hf.partial", "run/hf.partial"),
+        ("run/logs", "run/logs"),
+        ("run/logs/critic", "run/logs"),
+        ("run/tensorboard", "run/tensorboard"),
+    ],
+)
+def test_check_files_with_a_critic_folder_where_the_run_writes_is_refused(
+    make: Make, tmp_path: Path, folder: str, taken: str
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     message = _refusal(make(run__save=str(tmp_path / "run"), critic__save=f"{tmp_path}/{folder}"))
-    assert message.startswith(f"--critic-save {tmp_path}/{folder} is {tmp_path}/run")
+    assert message.startswith(f"--critic-save {tmp_path}/{folder} is in {tmp_path}/{taken}, ")
     assert "Give the critic a folder of its own" in message
+
+
+@pytest.mark.parametrize("folder", ["run", "run/", "link", ""])
+def test_check_files_with_a_critic_folder_that_holds_the_run_is_refused(make: Make, tmp_path: Path, folder: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    message = _refusal(make(run__save=str(tmp_path / "run"), critic__save=f"{tmp_path}/{folder}"))
+    assert f"{tmp_path}/run (--save), which the run would overwrite" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "flag", "name"),
+    [
+        ("model__hf_checkpoint", "--hf-checkpoint", ""),
+        ("model__ref_load", "--ref-load", ""),
+        ("critic__load", "--critic-load", ""),
+        ("data__prompt_data", "--prompt-data", "prompts.jsonl"),
+    ],
+)
+def test_check_files_with_a_critic_folder_that_holds_an_input_is_refused(
+    make: Make, tmp_path: Path, option: str, flag: str, name: str
+) -> None:
+    given = write_model_folder(tmp_path / "inputs" / "given")
+    (given / "prompts.jsonl").write_text('{"prompt": "The door was"}\n', encoding="utf-8")
+    read = given / name
+    for folder in {given, given.parent}:
+        message = _refusal(make(**{option: str(read)}, critic__save=str(folder)))
+        assert message.startswith(f"--critic-save {folder} {'is' if folder == read else 'holds'} {read} (")
+        assert flag in message and "which the run would overwrite" in message
+
+
+def test_check_files_with_a_critic_folder_that_holds_the_current_directory_is_refused(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "work" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for folder in (".", ".."):
+        assert "(the current directory), which the run would overwrite" in _refusal(make(critic__save=folder))
 
 
 def test_check_files_that_would_overwrite_the_model_is_refused(make: Make, tmp_path: Path) -> None:
     model = str(tmp_path / "model")
-    assert f"--save is {model}, which --hf-checkpoint reads" in _refusal(make(run__save=model))
-    assert f"--critic-save is {model}, which --hf-checkpoint reads" in _refusal(make(critic__save=model))
+    assert f"--save {model} is {model} (--hf-checkpoint), which" in _refusal(make(run__save=model, run__overwrite=True))
+    hf = write_model_folder(tmp_path / "run" / "hf")
+    again = make(model__hf_checkpoint=str(hf), run__save=str(tmp_path / "run"), run__overwrite=True)
+    assert f"--save (its hf folder) {hf} is {hf} (--hf-checkpoint), which" in _refusal(again)
+
+
+@pytest.mark.parametrize("place", ["critic", "run/hf", "critic.partial", "run/hf.old"])
+def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_overwrite(
+    make: Make, tmp_path: Path, place: str
+) -> None:
+    folder = write_model_folder(tmp_path / place)
+    values: dict[str, Value] = {
+        "run__save": str(tmp_path / "run"),
+        "critic__save": str(tmp_path / "critic"),
+        "run__overwrite": True,
+    }
+    check_files(make(**values))
+    (folder / "thesis.txt").touch()
+    message = _refusal(make(**values))
+    assert message.startswith("--critic-save: " if "critic" in place else "--save (its hf folder): ")
+    assert f"{folder} holds thesis.txt: it is not an earlier export" in message
+    check_files(make(**values, model__save_hf=False))
+    assert (folder / "thesis.txt").exists()
+
+
+def test_check_files_with_saved_weights_in_the_critic_folder_needs_overwrite(make: Make, tmp_path: Path) -> None:
+    folder = str(write_model_folder(tmp_path / "critic"))
+    assert f"--critic-save {folder}: already holds saved weights" in _refusal(make(critic__save=folder))
+    check_files(make(critic__save=folder, run__overwrite=True))
+    (tmp_path / "empty").mkdir()
+    check_files(make(critic__save=str(tmp_path / "empty")))
+
+
+@pytest.mark.parametrize(("option", "flag"), [("hf_checkpoint", "actor"), ("ref_load", "reference")])
+def test_preflight_with_broken_weights_names_the_file(make: Make, tmp_path: Path, option: str, flag: str) -> None:
+    folder = write_model_folder(tmp_path / flag)
+    (folder / "model.safetensors").write_bytes(b"")
+    values: dict[str, Value] = {f"model__{option}": str(folder)}
+    assert _refusal(make(**values)).startswith(f"{folder}/model.safetensors ends inside its header (0 bytes)")
 
 
 def test_check_files_with_a_used_run_folder_needs_overwrite(make: Make, tmp_path: Path) -> None:
@@ -126,4 +215,4 @@ def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, 
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     values: dict[str, Value] = {"run__save": str(tmp_path / "link"), "critic__save": str(tmp_path / "run")}
-    assert _refusal(make(**values)).startswith(f"--critic-save {tmp_path}/run is {tmp_path}/run, where the run saves")
+    assert _refusal(make(**values)).startswith(f"--critic-save {tmp_path}/run is {tmp_path}/run (--save), which")

@@ -98,3 +98,49 @@ def test_writer_leftovers_of_a_killed_run_do_not_get_in(tmp_path: Path) -> None:
     writer.publish()
     assert list(HfWeights(tmp_path / "target")) == ["new"]
     assert not list((tmp_path / "target").glob("model-*"))
+
+
+def _notes(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work", encoding="utf-8")
+    return folder / "thesis.txt"
+
+
+@pytest.mark.parametrize("name", ["target", "target.partial", "target.old"])
+def test_writer_folder_of_someone_else_is_refused_and_not_deleted(tmp_path: Path, name: str) -> None:
+    notes = _notes(tmp_path / name)
+    with pytest.raises(CheckpointError, match="holds thesis.txt: it is not an earlier export"):
+        _writer(tmp_path)
+    assert notes.read_text(encoding="utf-8") == "years of work"
+
+
+def test_writer_folder_filled_while_it_writes_is_refused_at_publication(tmp_path: Path) -> None:
+    writer = _writer(tmp_path)
+    writer.write({"a": torch.ones(1)})
+    notes = _notes(tmp_path / "target")
+    with pytest.raises(CheckpointError, match="not an earlier export"):
+        writer.publish()
+    assert notes.exists() and (tmp_path / "target.partial" / "model.safetensors").exists()
+
+
+def test_writer_empty_folder_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "target").symlink_to(tmp_path / "real")
+    writer = _writer(tmp_path)
+    writer.write({"a": torch.ones(1)})
+    writer.publish()
+    assert (tmp_path / "target").is_symlink()
+    assert list(HfWeights(tmp_path / "real")) == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["real", "source", "target"]
+
+
+def test_writer_replaced_folder_left_by_a_killed_run_is_removed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        writer = _writer(tmp_path)
+        writer.write({name: torch.ones(1)})
+        if name == "b":
+            (tmp_path / "target.old").mkdir()
+            (tmp_path / "target.old" / "config.json").touch()
+        writer.publish()
+    assert list(HfWeights(tmp_path / "target")) == ["b"]
+    assert not (tmp_path / "target.old").exists()
