@@ -122,19 +122,22 @@ def main() -> int:
     ]
     baseline = shlex.split(options.baseline) if options.baseline else own
     costs: dict[str, list[Cost]] = {layout: [] for layout in options.layouts}
-    base: list[float] = []
+    ratios: dict[str, list[float]] = {layout: [] for layout in options.layouts}
     for number in range(options.rounds):
         for layout in options.layouts:
-            base.append(run_baseline(baseline, options.rollouts))
-            costs[layout].append(run_layout(layout, options.model, options.rollouts))
+            base, cost = run_baseline(baseline, options.rollouts), run_layout(layout, options.model, options.rollouts)
+            costs[layout].append(cost)
+            ratios[layout].append(cost.cpu_s / base)
             print(
-                f"round {number}  {layout}: {costs[layout][-1].cpu_s:.2f} CPU s a rollout, single process {base[-1]:.2f}: "
-                f"{costs[layout][-1].cpu_s / base[-1]:.2f}x",
+                f"round {number}  {layout}: {cost.cpu_s:.2f} CPU s a rollout, single process just before {base:.2f}: "
+                f"{cost.cpu_s / base:.2f}x",
                 flush=True,
             )
     for layout, found in costs.items():
         best = min(found, key=lambda cost: cost.cpu_s)
-        print(f"\n{layout}: {statistics.mean(c.cpu_s for c in found) / statistics.mean(base):.2f}x the single process")
+        print(
+            f"\n{layout}: {statistics.mean(ratios[layout]):.2f}x the single process ({min(ratios[layout]):.2f} to {max(ratios[layout]):.2f})"
+        )
         print("  CPU s by process  " + "  ".join(f"{kind} {seconds:.3f}" for kind, seconds in sorted(best.by_process.items())))
         print("  wall s by phase   " + "  ".join(f"{phase} {seconds:.3f}" for phase, seconds in best.by_phase.items()))
     return 0

@@ -1,5 +1,6 @@
 """What each rank of each role is told, from a config in which no two numbers are alike."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -49,7 +50,12 @@ OPTIMIZER = OptimizerSettings(clip_grad=0.5, weight_decay=0.01, adam_beta1=0.8, 
 
 def test_worker_settings_actor_has_the_reference_and_one_entry_per_rank() -> None:
     found = worker_settings(make_config(**VALUES), "actor", init_method="tcp://a:1", device="cuda")
-    model = ModelSettings(hf_folder="actor-folder", ref_folder="ref-folder", dtype="bfloat16", make_vocab_size_divisible_by=64)
+    model = ModelSettings(
+        hf_folder=os.path.abspath("actor-folder"),
+        ref_folder=os.path.abspath("ref-folder"),
+        dtype="bfloat16",
+        make_vocab_size_divisible_by=64,
+    )
     assert found == [
         WorkerSettings(
             rank=rank_settings(rank),
@@ -67,7 +73,7 @@ def test_worker_settings_critic_has_its_own_folder_layout_and_clip_and_no_refere
     found = worker_settings(make_config(**VALUES), "critic", init_method="tcp://a:1", device="cuda")
     assert [one.rank for one in found] == [rank_settings(0), rank_settings(1)]
     assert {one.layout for one in found} == {ParallelLayout(num_ranks=2, tp_size=1)}
-    assert {(one.model.hf_folder, one.model.ref_folder) for one in found} == {("critic-folder", None)}
+    assert {(one.model.hf_folder, one.model.ref_folder) for one in found} == {(os.path.abspath("critic-folder"), None)}
     assert {one.optimizer for one in found} == {replace(OPTIMIZER, clip_grad=0.25)}
 
 
@@ -77,7 +83,7 @@ def test_worker_settings_critic_has_its_own_folder_layout_and_clip_and_no_refere
 )
 def test_worker_settings_reference_only_where_the_kl_is_used(values: dict[str, Value], folder: str | None) -> None:
     found = worker_settings(make_config(**(VALUES | values)), "actor", init_method="tcp://a:1", device="cpu")
-    assert {one.model.ref_folder for one in found} == {folder}
+    assert {one.model.ref_folder for one in found} == {folder and os.path.abspath(folder)}
     assert {one.rank.device for one in found} == {"cpu"}
 
 
