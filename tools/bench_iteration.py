@@ -135,9 +135,8 @@ def main() -> int:
             )
     for layout, found in costs.items():
         best = min(found, key=lambda cost: cost.cpu_s)
-        print(
-            f"\n{layout}: {statistics.mean(ratios[layout]):.2f}x the single process ({min(ratios[layout]):.2f} to {max(ratios[layout]):.2f})"
-        )
+        spread = f"{min(ratios[layout]):.2f} to {max(ratios[layout]):.2f}"
+        print(f"\n{layout}: {statistics.mean(ratios[layout]):.2f}x the single process ({spread})")
         print("  CPU s by process  " + "  ".join(f"{kind} {seconds:.3f}" for kind, seconds in sorted(best.by_process.items())))
         print("  wall s by phase   " + "  ".join(f"{phase} {seconds:.3f}" for phase, seconds in best.by_phase.items()))
     return 0
