@@ -118,7 +118,8 @@ def _found(node: yaml.Node) -> str:
         return "null"
     if node.tag.startswith("tag:yaml.org,2002:python"):
         return f"a Python tag ({node.tag.removeprefix('tag:yaml.org,2002:')})"
-    return repr(node.value) if node.style is not None else str(node.value)
+    quoted = isinstance(node, yaml.ScalarNode) and node.style is not None
+    return repr(node.value) if quoted else str(node.value)
 
 
 def _quote_hint(spec: OptionSpec, node: yaml.Node) -> str:
