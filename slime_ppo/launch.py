@@ -74,6 +74,7 @@ def run_ppo(config: Config) -> int:
             say(cluster.description)
             parts = _start(config, cluster, inputs, clock)
             _claim_run_folder(config)
+            stack.callback(parts.sync.close)
             stack.callback(parts.tracker.close)
             parts.tracker.start(_run_info(config))
             PpoTrainer(config, parts).run()

@@ -74,10 +74,6 @@ class Process:
         """Never returns: its reference fails when this process dies, whatever else it was doing."""
         threading.Event().wait()
 
-    @ray.method(concurrency_group="health")
-    def process_id(self) -> int:
-        return os.getpid()
-
 
 class RankProcess(Process):
     """One rank of the actor or the critic."""
