@@ -159,16 +159,16 @@ def _left_out(config: Config, inputs: RunInputs) -> list[str]:
 
 
 def _claim_run_folder(config: Config) -> None:
-    """Write the resolved config; with --overwrite what an earlier run has left goes first, so that two runs never mix.
+    """Write the resolved config; with --overwrite the records of an earlier run go first, so that two runs never mix.
 
-    Called when all processes are up: a run that could not start has destroyed nothing.
+    Called when all processes are up: a run that could not start has destroyed nothing. Weights stay until this run's own
+    take their place at its end: a run that is interrupted must not cost those of the one before.
     """
     folder = Path(config.run.save)
-    if (folder / METRICS_FILE).exists():
-        for file in (METRICS_FILE, "samples.jsonl", "run.json", "report.html"):
-            (folder / file).unlink(missing_ok=True)
-        for outputs in ("tensorboard", "hf", "critic"):
-            shutil.rmtree(folder / outputs, ignore_errors=True)
+    for file in (METRICS_FILE, "samples.jsonl", "run.json", "report.html"):
+        (folder / file).unlink(missing_ok=True)
+    if config.tracking.use_tensorboard:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # event files of two runs would be drawn as one
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
 
