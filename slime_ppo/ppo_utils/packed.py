@@ -21,6 +21,13 @@ def segment_sum(x: Tensor, lens: Tensor) -> Tensor:
     return x.new_zeros(len(lens)).index_add_(0, sample_index(lens), x)
 
 
+def trainable_counts(mask: Tensor, lens: Tensor) -> Tensor:
+    """Trainable tokens of each sample, int64 [S], from `mask` [N]."""
+    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+    ends = lens.cumsum(0)
+    return before[ends] - before[ends - lens]
+
+
 def select(x: Tensor, mask: Tensor) -> Tensor:
     """`x` [N] where `mask` is true, exactly 0 elsewhere, in value and gradient (SEMANTICS 3: select, never multiply).
 

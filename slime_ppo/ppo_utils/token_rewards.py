@@ -1,6 +1,6 @@
 """Token rewards: the sequence reward at the last trainable token, minus the KL penalty on every trainable token (SEMANTICS 4).
 
-Shapes: N response tokens of all samples, S samples.
+Shapes: N response tokens of all samples, n of them on this rank (n = N unless context parallelism splits them), S samples.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from slime_ppo.errors import ConfigError, DataError
-from slime_ppo.ppo_utils.kl import KLKind, kl_estimate
-from slime_ppo.ppo_utils.packed import sample_index, segment_sum, select
+from slime_ppo.ppo_utils.cp_ops import ContextShard
+from slime_ppo.ppo_utils.kl import KLEstimate, KLKind, kl_estimate
+from slime_ppo.ppo_utils.packed import sample_index, select, trainable_counts
 
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """`rewards` [N]; `kl` [N], the estimate that was charged, before kl_coef. Both 0 where masked."""
+    """`rewards` [n]; `kl` [n], the estimate that was charged, before kl_coef; `clamped` bool [n]: tokens where k3's clamp acted.
+
+    All 0 where masked.
+    """
 
     rewards: Tensor
     kl: Tensor
+    clamped: Tensor
 
 
 @torch.no_grad()
@@ -32,32 +37,42 @@ def build_token_rewards(
     kl_coef: float,
     kl_kind: KLKind = "k1",
     process_rewards: Tensor | None = None,
+    context: ContextShard | None = None,
 ) -> TokenRewards:
     """r_t = process reward_t - kl_coef * KL_t, plus the sequence reward at the last trainable token of the sample.
 
     Ouyang et al., "Training language models to follow instructions with human feedback" (2022), eq. 2. `sequence_rewards`
-    [S]; log-probs [N] over the full vocabulary; KL_t = old - ref (k1, unclamped; k2 and k3 give a wrong gradient here).
+    [S]; log-probs [n] over the full vocabulary; KL_t = old - ref (k1, unclamped; k2 and k3 give a wrong gradient here).
     `process_rewards` [N]: those on masked tokens are credited, undiscounted, to the nearest trainable token before, so that the
     sum is conserved. Samples without a trainable token get nothing. Built once per rollout; critic and actor see the same.
-    Raises ConfigError when a KL is asked for without a reference; DataError when a process reward has no trainable
-    token before it.
+
+    With `context`, log-probs and results are those of this rank's n tokens; sequence_rewards, lens [S] and mask,
+    process_rewards [N] are of the whole samples, so that every rank knows which token is credited, and the map whose it is. No
+    collective. Raises ConfigError when a KL is asked for without a reference; DataError when a process reward has no
+    trainable token before it.
     """
+    if ref_log_probs is None and kl_coef != 0:
+        raise ConfigError(f"kl_coef is {kl_coef}, but there are no reference log-probs; give a reference model or set --kl-coef 0")
+    paid = _paid(sequence_rewards.to(old_full_log_probs.dtype), process_rewards, mask, lens)
+    if context is not None:
+        mask, paid = context.take(mask), context.take(paid)
     if ref_log_probs is None:
-        if kl_coef != 0:
-            raise ConfigError(
-                f"kl_coef is {kl_coef}, but there are no reference log-probs; give a reference model or set --kl-coef 0"
-            )
-        kl = torch.zeros_like(old_full_log_probs)
+        estimate = KLEstimate(torch.zeros_like(old_full_log_probs), torch.zeros_like(mask))
     else:
-        kl = kl_estimate(kl_kind, old_full_log_probs, ref_log_probs, mask).kl
-    rewards = -kl_coef * kl if kl_coef != 0 else torch.zeros_like(kl)
-    trained = segment_sum(mask.to(torch.int64), lens) > 0
+        estimate = kl_estimate(kl_kind, old_full_log_probs, ref_log_probs, mask)
+    rewards = paid - kl_coef * estimate.kl if kl_coef != 0 else paid
+    return TokenRewards(rewards=select(rewards, mask), kl=estimate.kl, clamped=estimate.clamped)
+
+
+def _paid(sequence_rewards: Tensor, process_rewards: Tensor | None, mask: Tensor, lens: Tensor) -> Tensor:
+    """Sequence and process rewards at the tokens that they are credited to, [N], in the dtype of the sequence rewards."""
+    trained = trainable_counts(mask, lens) > 0
     owner = _last_trainable_up_to(mask)
+    paid = sequence_rewards.new_zeros(len(mask))
     if process_rewards is not None:
-        rewards = rewards.index_add(0, *_credited(process_rewards.to(rewards.dtype), owner, trained, lens))
+        paid.index_add_(0, *_credited(process_rewards.to(paid.dtype), owner, trained, lens))
     ends = lens.cumsum(0)[trained] - 1
-    rewards = rewards.index_add(0, owner[ends], sequence_rewards.to(rewards)[trained])
-    return TokenRewards(rewards=select(rewards, mask), kl=kl)
+    return paid.index_add_(0, owner[ends], sequence_rewards[trained])
 
 
 def _last_trainable_up_to(mask: Tensor) -> Tensor:

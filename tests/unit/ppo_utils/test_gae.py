@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from slime_ppo.errors import ConfigError
 from slime_ppo.ppo_utils import reference
@@ -14,7 +15,7 @@ LENS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def _gae(batch: Packed, **options: float) -> Advantages:
+def _gae(batch: Packed, **options: float | Tensor | None) -> Advantages:
     numbers = {"gamma": 0.97, "lambd": 0.9, "lambd_critic": 0.9} | options
     return generalized_advantages(batch.rewards, batch.values, batch.mask, batch.lens, **numbers)
 
@@ -80,16 +81,64 @@ def test_gae_reversing_or_splitting_samples_permutes_outputs(lens: list[int], se
         zip(torch.split(batch.rewards, lens), torch.split(batch.values, lens), torch.split(batch.mask, lens), strict=True)
     )
     reversed_batch = Packed(*(torch.cat(column[::-1]) for column in zip(*pieces, strict=True)), batch.lens.flip(0))
-    assert torch.equal(_gae(reversed_batch).advantages, torch.cat(whole[::-1]))
+    assert torch.allclose(_gae(reversed_batch).advantages, torch.cat(whole[::-1]), rtol=1e-12, atol=1e-12)
     for s, piece in enumerate(pieces):
-        assert torch.equal(_gae(Packed(*piece, batch.lens[s : s + 1])).advantages, whole[s])
+        assert torch.allclose(_gae(Packed(*piece, batch.lens[s : s + 1])).advantages, whole[s], rtol=1e-12, atol=1e-12)
 
 
-def test_gae_lambda_one_gamma_one_is_reward_to_go_minus_value() -> None:
-    batch = random_packed(3, lens=[7, 5], masked=0.0)
+@FEW
+@given(LENS, st.integers(0, 999))
+def test_gae_sample_without_trainable_tokens_is_as_if_absent(lens: list[int], seed: int) -> None:
+    batch = random_packed(seed, lens=lens, masked=0.5)
+    stays = torch.stack([m.any() for m in torch.split(batch.mask, lens)])
+    kept = torch.repeat_interleave(stays, batch.lens)
+    after = torch.randn(len(lens), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    fewer = Packed(batch.rewards[kept], batch.values[kept], batch.mask[kept], batch.lens[stays])
+    with_empty = _gae(batch, adaptive=0.7, bootstrap_values=after.where(stays, torch.nan))
+    without = _gae(fewer, adaptive=0.7, bootstrap_values=after[stays])
+    assert torch.equal(with_empty.advantages[kept], without.advantages)
+    assert torch.equal(with_empty.returns[kept], without.returns)
+    assert with_empty.advantages[~kept].eq(0).all() and with_empty.returns[~kept].eq(0).all()
+
+
+@FEW
+@given(LENS, st.integers(0, 999))
+def test_gae_lambda_one_gamma_one_is_reward_to_go_minus_value(lens: list[int], seed: int) -> None:
+    batch = random_packed(seed, lens=lens)
     out = _gae(batch, gamma=1.0, lambd=1.0)
-    to_go = torch.cat([r.flip(0).cumsum(0).flip(0) for r in torch.split(batch.rewards, [7, 5])])
-    assert torch.allclose(out.advantages, to_go - batch.values, rtol=1e-12)
+    for rewards, values, mask, found in zip(
+        *(torch.split(x, lens) for x in (batch.rewards, batch.values, batch.mask, out.advantages)), strict=True
+    ):
+        to_go = rewards[mask].flip(0).cumsum(0).flip(0)
+        assert torch.allclose(found[mask], to_go - values[mask], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lens", [[15], [16], [17], [240, 16], [256], [257, 3], [4095, 1], [4096], [1, 4097], [16] * 17])
+def test_gae_at_the_edges_of_the_blocks_equals_the_reference_loop(lens: list[int]) -> None:
+    batch = random_packed(8, lens=lens, masked=0.0)
+    after = torch.arange(1.0, len(lens) + 1, dtype=torch.float64)
+    found = torch.split(_gae(batch, gamma=0.999, lambd=0.99, bootstrap_values=after).advantages, lens)
+    for s, (rewards, values) in enumerate(zip(torch.split(batch.rewards, lens), torch.split(batch.values, lens), strict=True)):
+        expected = reference.gae(rewards.tolist(), values.tolist(), gamma=0.999, lambd=0.99, after=float(after[s]))
+        assert found[s].tolist() == pytest.approx(expected, rel=1e-11, abs=1e-11)
+
+
+def test_gae_bootstrap_enters_only_its_own_sample_and_after_its_last_trainable_token() -> None:
+    rewards, values = torch.zeros(5), torch.zeros(5)
+    mask = torch.tensor([True, True, True, True, False])
+    numbers = {"gamma": 0.5, "lambd": 1.0, "lambd_critic": 1.0}
+    out = generalized_advantages(rewards, values, mask, torch.tensor([2, 3]), bootstrap_values=torch.tensor([0.0, 8.0]), **numbers)
+    # sample 1: delta = gamma * 8 at its second token, gamma times that at its first; sample 0 is not cut
+    assert out.advantages.tolist() == [0, 0, 2, 4, 0]
+
+
+def test_gae_leaves_its_inputs_as_they_are() -> None:
+    batch = random_packed(9, lens=[40, 3], masked=0.0)
+    before = [batch.rewards.clone(), batch.values.clone()]
+    out = _gae(batch)
+    assert torch.equal(batch.rewards, before[0]) and torch.equal(batch.values, before[1])
+    assert out.advantages.data_ptr() != out.returns.data_ptr()
+    assert torch.allclose(out.returns, out.advantages + batch.values, rtol=1e-12, atol=1e-12)
 
 
 def test_gae_adaptive_lambda_leaves_returns_alone() -> None:
@@ -110,6 +159,21 @@ def test_gae_131072_tokens_in_low_precision_stays_within_1e_5_of_float64(dtype: 
             reference.gae(rewards[mask].tolist(), values[mask].tolist(), gamma=1.0, lambd=0.9999), dtype=torch.float64
         )
         assert (found[mask] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_gae_values_that_cancel_over_131072_tokens_stay_within_1e_5_of_float64() -> None:
+    # the sum of deltas telescopes to R - V: what float32 rounds off each delta of size 2 adds up, the deltas do not
+    n = 131072
+    noise = 0.01 * torch.randn(n, generator=torch.Generator().manual_seed(1))
+    values = torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0) + noise
+    rewards = torch.zeros(n)
+    rewards[-1] = 1.0
+    out = generalized_advantages(
+        rewards, values, torch.ones(n, dtype=torch.bool), torch.tensor([n]), gamma=1.0, lambd=1.0, lambd_critic=1.0
+    )
+    expected = 1.0 - values.double()
+    assert (out.advantages - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert (out.returns - 1.0).abs().max() <= 1e-6
 
 
 def test_gae_no_sample_or_no_trainable_token_gives_zeros() -> None:

@@ -4,13 +4,20 @@ import pytest
 import torch
 
 from slime_ppo.errors import NumericsError
-from slime_ppo.ppo_utils.packed import require_finite, sample_index, segment_sum, select
+from slime_ppo.ppo_utils.packed import require_finite, sample_index, segment_sum, select, trainable_counts
 
 
 def test_sample_index_and_segment_sum_with_an_empty_sample_match_hand_values() -> None:
     lens = torch.tensor([2, 0, 3])
     assert sample_index(lens).tolist() == [0, 0, 2, 2, 2]
     assert segment_sum(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), lens).tolist() == [3.0, 0.0, 12.0]
+
+
+def test_trainable_counts_with_empty_samples_match_hand_values() -> None:
+    mask = torch.tensor([True, False, True, True, True])
+    assert trainable_counts(mask, torch.tensor([0, 2, 0, 3, 0])).tolist() == [0, 1, 0, 3, 0]
+    assert trainable_counts(mask[:0], torch.tensor([0, 0])).tolist() == [0, 0]
+    assert trainable_counts(mask[:0], torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
 def test_select_nan_at_masked_position_reaches_neither_value_nor_gradient() -> None:

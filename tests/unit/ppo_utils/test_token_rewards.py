@@ -1,9 +1,14 @@
 """Token rewards against hand-computed values."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slime_ppo.errors import ConfigError, DataError
+from slime_ppo.parallel.cp_map import CpMap
+from slime_ppo.ppo_utils.cp_ops import ContextShard
 from slime_ppo.ppo_utils.token_rewards import build_token_rewards
 
 NAN = float("nan")
@@ -55,3 +60,63 @@ def test_token_rewards_process_reward_before_the_first_trainable_token_names_it(
 def test_token_rewards_kl_without_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match="no reference log-probs"):
         build_token_rewards(REWARDS, OLD, None, MASK, LENS, kl_coef=0.1)
+
+
+def test_token_rewards_tell_where_the_clamp_of_k3_acted() -> None:
+    old = torch.tensor([-1.0, 30.0, -40.0, 99.0])
+    mask = torch.tensor([True, True, True, False])
+    options = {"kl_coef": 0.5, "kl_kind": "k3"}
+    out = build_token_rewards(torch.zeros(1), old, torch.zeros(4), mask, torch.tensor([4]), **options)
+    assert out.clamped.tolist() == [False, True, True, False]
+    # log-ratio 30 counts as 20: k3 = e^-20 - 1 + 20
+    assert out.rewards[1].item() == pytest.approx(-9.5) and torch.isfinite(out.rewards).all()
+
+
+LENS_OF_SAMPLES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=5)
+
+
+def _random_case(lens: list[tuple[int, int]], seed: int) -> tuple[torch.Tensor, ...]:
+    """sequence rewards [S]; old, ref, process rewards [N] (0 before the first trainable token), mask [N], lens [S]."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [r for _, r in lens]
+    mask = torch.rand(sum(sizes), generator=generator) > 0.4
+    old, ref, process = torch.randn((3, sum(sizes)), generator=generator, dtype=torch.float64)
+    started = torch.cat([m.cumsum(0) > 0 for m in torch.split(mask, sizes)])
+    sequence = torch.randn(len(lens), generator=generator, dtype=torch.float64)
+    return sequence, old.where(mask, torch.nan), ref.where(mask, torch.nan), process.where(started, 0.0), mask, torch.tensor(sizes)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(LENS_OF_SAMPLES, st.integers(0, 999))
+def test_token_rewards_sum_of_each_sample_is_conserved(lens: list[tuple[int, int]], seed: int) -> None:
+    sequence, old, ref, process, mask, sizes = _random_case(lens, seed)
+    out = build_token_rewards(sequence, old, ref, mask, sizes, kl_coef=0.3, process_rewards=process)
+    columns = [torch.split(x, sizes.tolist()) for x in (out.rewards, old - ref, process, mask)]
+    for s, (rewards, kl, paid, trained) in enumerate(zip(*columns, strict=True)):
+        total = sequence[s] + paid.sum() - 0.3 * kl[trained].sum() if trained.any() else torch.tensor(0.0)
+        assert rewards.sum().item() == pytest.approx(total.item(), abs=1e-12)
+        assert rewards[~trained].eq(0).all()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(LENS_OF_SAMPLES, st.integers(0, 999), st.sampled_from([1, 2, 4]))
+def test_token_rewards_of_a_context_parallel_rank_are_its_slice_of_all(
+    lens: list[tuple[int, int]], seed: int, cp_size: int
+) -> None:
+    sequence, old, ref, process, mask, sizes = _random_case(lens, seed)
+    whole = build_token_rewards(sequence, old, ref, mask, sizes, kl_coef=0.3, process_rewards=process)
+    cp_map = CpMap(cp_size, *np.array(lens).T)
+    for rank in range(cp_size):
+        context = ContextShard.of_rank(cp_map, rank, group=None)
+        own = build_token_rewards(
+            sequence,
+            context.take(old),
+            context.take(ref),
+            mask,
+            sizes,
+            kl_coef=0.3,
+            process_rewards=process,
+            context=context,
+        )
+        assert torch.equal(own.rewards, whole.rewards[context.index])
+        assert torch.equal(own.kl, whole.kl[context.index]) and torch.equal(own.clamped, whole.clamped[context.index])
