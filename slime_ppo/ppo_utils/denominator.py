@@ -5,14 +5,13 @@ gradient is the same however it is cut. Every reducer asks for it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
 from slime_ppo.errors import ConfigError, DataError
-
-Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+from slime_ppo.ppo_utils.registries import Reduction
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,8 @@ class Denominator:
     """`sample_weights` float64 [S]: what each trainable token of a sample counts in the step's loss,
 
     loss = sum over samples s and their trainable tokens t of sample_weights[s] * loss_t.
+
+    `num_tokens` and `num_trajectories` are those of the whole step, also in a part of it made by `select`.
     """
 
     mode: Reduction
@@ -31,6 +32,18 @@ class Denominator:
     def is_empty(self) -> bool:
         """No trainable token in the step: it runs no optimizer step."""
         return self.num_tokens == 0
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "Denominator":
+        """The same step seen by some of its samples, `rows` int [s] in their order: same figures, the weights of those."""
+        return replace(self, sample_weights=self.sample_weights[np.asarray(rows, np.int64)])
+
+    def metrics(self) -> dict[str, float]:
+        """What the step's losses were divided by, as metrics: trainable tokens, trajectories that have one, and the mode."""
+        return {
+            "denominator_tokens": float(self.num_tokens),
+            "denominator_trajectories": float(self.num_trajectories),
+            f"denominator_{self.mode}": 1.0,
+        }
 
 
 def make_denominator(

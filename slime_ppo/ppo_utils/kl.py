@@ -6,7 +6,7 @@ Shapes: N response tokens. Schulman, "Approximating KL divergence" (2020). With 
 
 k3 clamps lr to +-20 before the exponential, so that one token cannot overflow; k1 and k2 are unclamped.
 As a *loss* on-policy, k2 has the gradient of the reverse KL, k3 that of the forward KL, and k1 a gradient whose expectation
-is exactly zero.
+is exactly zero. Times the ratio of the sampling policy (unbiased_kl_loss) each becomes unbiased.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ LOW_VAR_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class KLEstimate:
-    """`kl` [N], 0 where masked; `clamped` bool [N]: trainable tokens where a clamp changed the estimate (no gradient there)."""
+    """`kl` [N], 0 where masked; `clamped` bool [N]: trainable tokens where a clamp changed the estimate (what was clamped has
+    no gradient there)."""
 
     kl: Tensor
     clamped: Tensor
@@ -63,6 +64,21 @@ def kl_loss(kind: KLKind, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor
     if kind == "k1":
         raise ConfigError(
             "k1 as a KL loss has a gradient of zero in expectation; choose k2, k3 or low_var_kl (--kl-loss-type), "
-            "or put the KL into the reward (--kl-coef)"
+            "weigh it with the ratio (--use-unbiased-kl), or put the KL into the reward (--kl-coef)"
         )
     return kl_estimate(kind, log_probs, ref_log_probs.detach(), mask)
+
+
+def unbiased_kl_loss(kind: KLKind, log_probs: Tensor, ref_log_probs: Tensor, log_ratio: Tensor, mask: Tensor) -> KLEstimate:
+    """kl_estimate times r = exp(clamp(log_ratio, +-20)), per token [N]: the KL of the actor as it is now, from old samples.
+
+    `log_ratio` [N] = current - old log-prob of the policy that sampled, over its support, never clipped. Its gradient counts:
+    E_old[r k1] and E_old[r k3] equal KL(p || p_ref) as a function of the parameters, so their gradient is its gradient. For
+    k2 the ratio is detached: E_old[r k2] is not the KL, but r times the gradient of k2 is r lr grad(log p), whose
+    expectation is the gradient of the KL. DeepSeek-AI, "DeepSeek-V3.2" (2025), section 3.1, "Unbiased KL estimate".
+    Gradient through `log_probs` and `log_ratio`, none through `ref_log_probs`; none of the ratio beyond its clamp.
+    """
+    estimate = kl_estimate(kind, log_probs, ref_log_probs.detach(), mask)
+    kept = select(log_ratio.detach() if kind == "k2" else log_ratio, mask)
+    ratio = kept.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return KLEstimate(estimate.kl * ratio, estimate.clamped | (kept.abs() > LOG_RATIO_LIMIT))

@@ -20,7 +20,8 @@ def measure_kl(kl_sums: Sequence[float], trainable_tokens: Sequence[int], trajec
     """The figures the controller and the metrics use, from three numbers per sample.
 
     `kl_sums[s]` is the sum of k1 over the trainable tokens of sample s. Samples of one trajectory add up; a trajectory
-    without any trainable token is left out. With no trajectory at all both means are 0.
+    without any trainable token is left out, and rejected samples are given 0 trainable tokens: they leave. With no trajectory
+    at all both means are 0.
     """
     total, tokens = 0.0, 0
     trajectories: set[int] = set()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_ppo.ppo_utils.off_policy_stats import CorrectionSettings
+
 Model = Callable[[Tensor], Tensor]
 
 
@@ -15,6 +17,7 @@ class ReferenceSample:
 
     `support[i]`: the ids the sampler could have drawn at response token i (None = the whole vocabulary).
     `bootstraps`: the response was cut and the critic's value after it stands for the rest.
+    `group_id`: the prompt it answers. `rollout_log_probs` [R]: what the engine drew it with.
     """
 
     prompt_ids: Tensor
@@ -22,9 +25,11 @@ class ReferenceSample:
     loss_mask: Tensor
     reward: float
     trajectory_id: int
-    support: Sequence[Tensor] | None = None
+    support: Sequence[Tensor | None] | None = None
     process_rewards: Sequence[float] | None = None
     bootstraps: bool = False
+    group_id: int = 0
+    rollout_log_probs: Sequence[float] | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -38,25 +43,32 @@ class ReferenceSample:
 
 @dataclass(frozen=True)
 class ReferenceSettings:
-    """The numbers of one PPO run; names and meaning as the flags of the trainer."""
+    """The numbers of one PPO run; names and meaning as the flags of the trainer. `correction` None = no rollout correction."""
 
     vocab_size: int
     temperature: float = 1.0
+    advantage_estimator: str = "gae"
+    std_normalization: bool = True
     gamma: float = 1.0
     lambd: float = 0.95
     lambd_critic: float = 0.95
     adaptive_lambd: float | None = None
     normalize_advantages: bool = True
     whiten_each_step: bool = False
-    eps_clip: float = 0.2
+    policy_loss: str = "ppo"
+    correction: CorrectionSettings | None = None
+    eps_clip: float | None = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
     value_clip: float = 0.2
     entropy_coef: float = 0.0
+    entropy_support: str = "full"
+    kl_support: str = "full"
     kl_coef: float = 0.0
     kl_reward_type: str = "k1"
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
+    use_unbiased_kl: bool = False
     kl_target: float | None = None
     kl_horizon: float = 1.0
     kl_early_stop: float | None = None
@@ -76,16 +88,28 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """What training needs of one sample, per *trainable* token (lists of n): fixed while the models move."""
+    """What training needs of one sample, per *trainable* token (lists of n): fixed while the models move.
+
+    `old_log_probs` over the support, `old_full_log_probs` over the vocabulary, `ref_log_probs` over what KL compares;
+    `old_values` and `value_after` of the critic, zeros without one; `weights` of the rollout correction, all 0 if `rejected`.
+    """
 
     sample: ReferenceSample
     old_log_probs: list[float]
     old_full_log_probs: list[float]
     ref_log_probs: list[float]
     old_values: list[float]
+    value_after: float
+    weights: list[float]
+    rejected: bool
     rewards: list[float]
     returns: list[float]
     advantages: list[float]
+
+    @property
+    def counts(self) -> bool:
+        """It takes part in baselines, whitening, the measured KL and the value loss."""
+        return bool(self.sample.trainable) and not self.rejected
 
 
 @dataclass(frozen=True)
@@ -109,9 +133,9 @@ class ActorReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One planned step; `actor` is None when the actor ran no step."""
+    """One planned step; `actor` is None when the actor ran no step, `critic` when there is no critic."""
 
-    critic: CriticReport
+    critic: CriticReport | None
     actor: ActorReport | None
 
 

@@ -32,6 +32,20 @@ def test_make_denominator_step_without_trainable_tokens_is_empty(mode: str) -> N
     assert make_denominator([], [], mode=mode).is_empty
 
 
+def test_select_keeps_the_figures_of_the_step_and_the_weights_of_its_rows() -> None:
+    whole = make_denominator(TOKENS, TRAJECTORIES, mode="seq-mean-token-mean")
+    part = whole.select([2, 1])
+    assert part.sample_weights.tolist() == [1 / 16, 1 / 4]
+    assert (part.num_tokens, part.num_trajectories, part.mode) == (10, 2, "seq-mean-token-mean")
+    assert whole.select(np.array([], np.int64)).sample_weights.shape == (0,) and whole.select([]).sample_weights.shape == (0,)
+    assert not part.is_empty
+
+
+def test_metrics_say_what_the_losses_were_divided_by() -> None:
+    found = make_denominator(TOKENS, TRAJECTORIES, mode="token-mean").select([0]).metrics()
+    assert found == {"denominator_tokens": 10.0, "denominator_trajectories": 2.0, "denominator_token-mean": 1.0}
+
+
 @pytest.mark.parametrize("length_norm", [None, 0.0])
 def test_make_denominator_norm_missing_is_refused(length_norm: float | None) -> None:
     with pytest.raises(ConfigError, match="--loss-length-norm"):

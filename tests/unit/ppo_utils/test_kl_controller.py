@@ -2,8 +2,10 @@
 
 import pytest
 
-from slime_ppo.errors import ConfigError, NumericsError
+from slime_ppo.errors import ConfigError, DataError, NumericsError
+from slime_ppo.ppo_utils import reference
 from slime_ppo.ppo_utils.kl_controller import AdaptiveKL, FixedKL, measure_kl
+from slime_ppo.ppo_utils.reference_types import ReferenceSettings
 
 
 def test_measure_kl_sums_parts_of_a_trajectory_and_leaves_out_empty_ones() -> None:
@@ -13,7 +15,17 @@ def test_measure_kl_sums_parts_of_a_trajectory_and_leaves_out_empty_ones() -> No
 
 
 def test_measure_kl_without_any_trainable_token_is_zero() -> None:
-    assert measure_kl([5.0], [0], [1]).num_trajectories == 0
+    measured = measure_kl([5.0], [0], [1])
+    assert (measured.per_trajectory, measured.per_token, measured.num_trajectories) == (0.0, 0.0, 0)
+
+
+def test_measure_kl_nan_of_a_sample_that_leaves_is_not_looked_at() -> None:
+    assert measure_kl([float("nan"), 2.0], [0, 4], [1, 2]).per_trajectory == 2.0
+
+
+def test_measure_kl_negative_count_is_refused() -> None:
+    with pytest.raises(DataError, match="trajectory 3 has -1 trainable tokens"):
+        measure_kl([1.0], [-1], [3])
 
 
 @pytest.mark.parametrize(
@@ -28,6 +40,13 @@ def test_measure_kl_without_any_trainable_token_is_zero() -> None:
 )
 def test_adaptive_update_matches_hand_value(kl: float, n: int, expected: float) -> None:
     assert AdaptiveKL(beta=0.1, target=1.0, horizon=100).update(kl, n).beta == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5, 0.9, 1.15, 7.0])
+@pytest.mark.parametrize("n", [0, 30, 100, 400])
+def test_adaptive_update_equals_the_reference_twin(kl: float, n: int) -> None:
+    twin = reference.next_kl_coef(kl, n, ReferenceSettings(vocab_size=1, kl_coef=0.1, kl_target=1.0, kl_horizon=100))
+    assert AdaptiveKL(beta=0.1, target=1.0, horizon=100).update(kl, n).beta == pytest.approx(twin, rel=1e-12)
 
 
 def test_fixed_update_never_changes_beta() -> None:

@@ -4,18 +4,26 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from slime_ppo.errors import ConfigError
-from slime_ppo.ppo_utils.policy_loss import PolicyLoss, clipped_policy_loss
+from slime_ppo.ppo_utils import reference
+from slime_ppo.ppo_utils.policy_loss import ClipRange, PolicyInputs, PolicyLoss, clipped_policy_loss
+from slime_ppo.ppo_utils.reference_types import ReferenceSettings
 
 NAN = float("nan")
-CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
+CLIP = ClipRange(0.2, 0.3)
+DUAL = ClipRange(0.2, 0.3, 3.0)
 
 
-def _one(ratio: float, advantage: float, eps_clip_c: float | None = None) -> tuple[PolicyLoss, float]:
+def _inputs(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> PolicyInputs:
+    return PolicyInputs(log_probs, old, advantages, mask, torch.tensor([len(mask)]))
+
+
+def _one(ratio: float, advantage: float, clip: ClipRange) -> tuple[PolicyLoss, float]:
     log_probs = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     old, a = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    out = clipped_policy_loss(log_probs, old, a, torch.tensor([True]), eps_clip_c=eps_clip_c, **CLIPS)
+    out = clipped_policy_loss(_inputs(log_probs, old, a, torch.tensor([True])), clip)
     out.loss.sum().backward()
     assert log_probs.grad is not None
     return out, log_probs.grad.item()
@@ -41,7 +49,7 @@ def _one(ratio: float, advantage: float, eps_clip_c: float | None = None) -> tup
 def test_policy_loss_matches_hand_value(
     ratio: float, advantage: float, dual: float | None, loss: float, gradient: float, branch: str
 ) -> None:
-    out, found_gradient = _one(ratio, advantage, dual)
+    out, found_gradient = _one(ratio, advantage, ClipRange(0.2, 0.3, dual))
     assert out.loss.item() == pytest.approx(loss, rel=1e-12, abs=1e-12)
     assert found_gradient == pytest.approx(gradient, rel=1e-12, abs=1e-12)
     assert out.ratio.item() == pytest.approx(ratio, rel=1e-12)
@@ -50,14 +58,19 @@ def test_policy_loss_matches_hand_value(
     }
 
 
-@pytest.mark.parametrize("log_ratio", [-500.0, 500.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("log_ratio", [-math.inf, -500.0, -20.5, 20.5, 500.0, math.inf])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_policy_loss_extreme_log_ratio_is_finite_with_zero_gradient(log_ratio: float, advantage: float) -> None:
-    log_probs = torch.tensor([log_ratio], requires_grad=True)
-    out = clipped_policy_loss(log_probs, torch.zeros(1), torch.tensor([advantage]), torch.tensor([True]), **CLIPS)
+def test_policy_loss_log_ratio_beyond_the_clamp_is_finite_with_zero_gradient(
+    log_ratio: float, advantage: float, dtype: torch.dtype
+) -> None:
+    log_probs = torch.tensor([log_ratio], dtype=dtype, requires_grad=True)
+    a = torch.tensor([advantage], dtype=dtype)
+    out = clipped_policy_loss(_inputs(log_probs, torch.zeros(1, dtype=dtype), a, torch.tensor([True])), CLIP)
     out.loss.sum().backward()
-    assert torch.isfinite(out.loss).all() and out.clamped.item()
-    assert log_probs.grad is not None and log_probs.grad.item() == 0
+    clipped_to = {True: 1.3, False: math.exp(-20)} if advantage > 0 else {True: math.exp(20), False: 0.8}
+    assert out.loss.item() == pytest.approx(-advantage * clipped_to[log_ratio > 0], rel=1e-6)
+    assert out.clamped.item() and log_probs.grad is not None and log_probs.grad.item() == 0
 
 
 @pytest.mark.parametrize("column", [0, 1, 2])
@@ -65,9 +78,10 @@ def test_policy_loss_nan_at_masked_token_reaches_neither_loss_nor_gradient(colum
     inputs = [torch.tensor([-1.0, -1.0]), torch.tensor([-1.1, -1.0]), torch.tensor([1.0, 1.0])]
     inputs[column][1] = NAN
     inputs[0].requires_grad_()
-    out = clipped_policy_loss(*inputs, torch.tensor([True, False]), eps_clip_c=3.0, **CLIPS)
+    out = clipped_policy_loss(_inputs(*inputs, torch.tensor([True, False])), DUAL)
     out.loss.sum().backward()
-    assert out.loss[1] == 0 and out.ratio[1] == 0 and not out.clamped[1]
+    assert out.loss[1] == 0 and out.ratio[1] == 0
+    assert not any(flag[1] for flag in (out.clamped, out.clipped_low, out.clipped_high, out.clipped_dual))
     assert inputs[0].grad is not None and inputs[0].grad[0] != 0 and inputs[0].grad[1] == 0
 
 
@@ -76,15 +90,39 @@ def test_policy_loss_gradient_matches_finite_differences() -> None:
     log_probs, old, a = (torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(20, generator=generator) > 0.2
     log_probs.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: clipped_policy_loss(x, old, a, mask, eps_clip_c=2.0, **CLIPS).loss, log_probs)
+    clip = ClipRange(0.2, 0.3, 2.0)
+    assert torch.autograd.gradcheck(lambda x: clipped_policy_loss(_inputs(x, old, a, mask), clip).loss, log_probs)
+
+
+def test_policy_loss_equals_the_reference_twin() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_probs, old, a = (torch.randn(40, generator=generator, dtype=torch.float64) for _ in range(3))
+    settings = ReferenceSettings(vocab_size=1, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=3.0)
+    twin = reference.policy_losses(log_probs, old.tolist(), a.tolist(), settings)
+    found = clipped_policy_loss(_inputs(log_probs, old, a, torch.ones(40, dtype=torch.bool)), DUAL)
+    assert torch.allclose(found.loss, torch.stack(twin), rtol=0, atol=1e-12)
+    assert found.clipped_low.any() and found.clipped_high.any() and found.clipped_dual.any()
 
 
 def test_policy_loss_gradient_flows_through_log_probs_only() -> None:
     inputs = [torch.zeros(1, requires_grad=True) for _ in range(2)] + [torch.ones(1, requires_grad=True)]
-    clipped_policy_loss(*inputs, torch.tensor([True]), **CLIPS).loss.sum().backward()
+    clipped_policy_loss(_inputs(*inputs, torch.tensor([True])), CLIP).loss.sum().backward()
     assert inputs[0].grad is not None and inputs[1].grad is None and inputs[2].grad is None
 
 
-def test_policy_loss_dual_clip_of_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dual clip is 1"):
-        _one(1.0, 1.0, 1.0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.2, 0.2, 1.0), "dual clip is 1.0.*--eps-clip-c"),
+        ((-0.1, 0.2), "lower clip of the ratio is -0.1"),
+        ((0.2, NAN), "upper clip of the ratio is nan.*--eps-clip-high"),
+    ],
+)
+def test_clip_range_impossible_numbers_are_refused(arguments: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClipRange(*arguments)
+
+
+def test_policy_loss_without_lower_clip_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no lower clip"):
+        _one(1.0, 1.0, ClipRange(None, 0.2))
