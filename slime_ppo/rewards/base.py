@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from slime_ppo.errors import ConfigError
 from slime_ppo.registry import Registry, split_dotted
 from slime_ppo.types.sample import FinishReason, Sample
@@ -14,7 +16,8 @@ class RewardInput:
     """What a reward function sees of a sample.
 
     `prompt` and `response` are text without special tokens; `label` and `metadata` come from the prompt file (the label key,
-    and all other keys of the line); `finish` says why the response ended.
+    and all other keys of the line); `finish` says why the response ended; `response_ids` int32 [R] are the response's tokens,
+    special ones included, for functions that pay single tokens.
     """
 
     sample_id: int
@@ -23,6 +26,7 @@ class RewardInput:
     label: str | None
     metadata: Mapping[str, object]
     finish: FinishReason
+    response_ids: np.ndarray
 
     @staticmethod
     def from_sample(sample: Sample) -> "RewardInput":
@@ -33,14 +37,20 @@ class RewardInput:
             label=sample.prompt.label,
             metadata=sample.prompt.metadata,
             finish=sample.finish,
+            response_ids=sample.response_ids,
         )
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of one sample; a plain number says the same."""
+    """The reward of one sample; a plain number says the same.
+
+    `process_rewards`, one finite number per response token, are paid to single tokens beside the reward of the whole; what is
+    paid to a masked token goes to the trainable one before it (SEMANTICS 4).
+    """
 
     reward: float
+    process_rewards: Sequence[float] | None = None
 
 
 RewardReturn = Sequence[RewardResult] | Sequence[float]

@@ -31,7 +31,8 @@ _CHECK_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """Samples with rewards, in the order given; `reasons` tells by sample id why the `num_dropped` others are left out."""
+    """Samples with their rewards and process rewards, in the order given; `reasons` tells by sample id why the `num_dropped`
+    others are left out."""
 
     samples: tuple[Sample, ...]
     num_dropped: int
@@ -76,8 +77,9 @@ class RewardRunner:
 
     The function is called on at most `batch_size` samples at a time and killed when a call takes longer than `timeout_s`. A call
     that raised, was killed or died is repeated one sample at a time, to find the sample at fault; what those calls return is
-    used. A sample that has no reward then, or got None, NaN, an infinity or no number, is an error, or with `on_bad_sample`
-    "drop" left out and counted. An answer that is not one entry per sample is an error always.
+    used. A sample that has no reward then, or got None, NaN, an infinity or no number, or process rewards that are not one
+    finite number per response token, is an error, or with `on_bad_sample` "drop" left out and counted. An answer that is not one
+    entry per sample is an error always.
 
     Ctrl-C does not reach the workers; they end with `close`, or with this process however it ends. What they print goes to
     `log_file`, if given. The script that the driver runs must guard its start with `if __name__ == "__main__"`, because
@@ -133,9 +135,9 @@ class RewardRunner:
         reasons: dict[int, str] = {}
         try:
             for batch, call in zip(batches, calls, strict=True):
-                for sample, reward, problem in self._settled(batch, call):
+                for sample, problem in self._settled(batch, call):
                     if not problem:
-                        scored.append(sample.with_reward(reward))
+                        scored.append(sample)
                     elif self._drop_bad:
                         reasons[sample.sample_id] = problem
                     else:
@@ -214,15 +216,17 @@ class RewardRunner:
             finally:
                 self._forget(call)
 
-    def _settled(self, batch: Sequence[Sample], call: _Call) -> Iterator[tuple[Sample, float, str]]:
-        """(sample, reward, "" or what is wrong) for each sample of a batch, once its call is over."""
+    def _settled(self, batch: Sequence[Sample], call: _Call) -> Iterator[tuple[Sample, str]]:
+        """(sample, "" or what is wrong) for each sample of a batch, once its call is over; with its reward if nothing is."""
         scores = self._scores(batch, call)
         if scores.broken is not None:
             raise RewardError(self._about_batch(batch, scores.broken))
         if scores.failure is None:
-            yield from zip(batch, scores.rewards, scores.problems, strict=True)
+            answers = zip(batch, scores.rewards, scores.process_rewards, scores.problems, strict=True)
+            for sample, reward, process_rewards, problem in answers:
+                yield (sample if problem else sample.with_reward(reward, process_rewards)), problem
         elif len(batch) == 1:
-            yield batch[0], 0.0, scores.failure
+            yield batch[0], scores.failure
         else:
             _log.warning(
                 "reward function %s %s on a batch of %d; scoring them one by one", self._spec.path, scores.failure, len(batch)
@@ -238,7 +242,8 @@ class RewardRunner:
         return (
             f"reward function {self._spec.path} ({self._spec.origin}) {problem}, scoring sample {sample.sample_id} "
             f"(prompt row {sample.prompt.index}: {sample.prompt.text[:60]!r}, response {sample.response_text[:60]!r}); "
-            "expected one finite number. Fix the function, or leave such samples out with --on-bad-sample drop"
+            "expected one finite number (process rewards: one per response token). Fix the function, or leave such samples out "
+            "with --on-bad-sample drop"
         )
 
     def _about_batch(self, batch: Sequence[Sample], problem: str) -> str:

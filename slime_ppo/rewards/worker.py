@@ -23,12 +23,14 @@ from slime_ppo.rewards.base import RewardFn, RewardInput, RewardResult, RewardSp
 class BatchScores:
     """What one call of a reward function came to; plain values only, so that it always crosses the process border.
 
-    `rewards` and `problems` have one entry per input; a problem other than "" says why there is no reward. `failure` is set
-    when the call as a whole raised, which may be the fault of one sample; `broken` when it returned something that is no list
-    with one entry per input, so that nobody's reward can be told.
+    `rewards`, `process_rewards` and `problems` have one entry per input. Process rewards are float32 [R], None where the function
+    gave none; a problem other than "" says why there is no reward. `failure` is set when the call as a whole raised, which may be
+    the fault of one sample; `broken` when it returned something that is no list with one entry per input, so that nobody's
+    reward can be told.
     """
 
     rewards: tuple[float, ...] = ()
+    process_rewards: tuple[np.ndarray | None, ...] = ()
     problems: tuple[str, ...] = ()
     failure: str | None = None
     broken: str | None = None
@@ -71,9 +73,15 @@ def score_batch(spec: RewardSpec, inputs: Sequence[RewardInput]) -> BatchScores:
         return BatchScores(broken=f"returned {_shown(returned)} for {len(inputs)} samples")
     if len(returned) != len(inputs):
         return BatchScores(broken=f"returned {len(returned)} rewards for {len(inputs)} samples")
-    problems = tuple(_problem(value) for value in returned)
-    rewards = tuple(0.0 if problem else _number(value) for value, problem in zip(returned, problems, strict=True))
-    return BatchScores(rewards=rewards, problems=problems)
+    problems = tuple(_problem(value, len(item.response_ids)) for value, item in zip(returned, inputs, strict=True))
+    usable = [RewardResult(0.0) if problem else _result(value) for value, problem in zip(returned, problems, strict=True)]
+    return BatchScores(
+        rewards=tuple(float(result.reward) for result in usable),
+        process_rewards=tuple(
+            None if result.process_rewards is None else np.array(result.process_rewards, np.float32) for result in usable
+        ),
+        problems=problems,
+    )
 
 
 def _end_with_parent() -> None:
@@ -98,18 +106,37 @@ async def _wait_for(awaitable: object) -> object:
     return await awaitable  # type: ignore[misc]
 
 
-def _number(value: object) -> float:
-    return float(cast(float, value.reward if isinstance(value, RewardResult) else value))
+def _result(value: object) -> RewardResult:
+    return value if isinstance(value, RewardResult) else RewardResult(cast(float, value))
 
 
-def _problem(value: object) -> str:
-    """Why `value` is no reward, "" when it is."""
-    reward = value.reward if isinstance(value, RewardResult) else value
-    if not isinstance(reward, Real):
-        return f"returned {_shown(reward)}"
+def _problem(value: object, num_tokens: int) -> str:
+    """Why `value` is no reward of a response of `num_tokens` tokens, "" when it is."""
+    result = _result(value)
+    problem = _no_number(result.reward)
+    if problem:
+        return f"returned {problem}"
+    given: object = result.process_rewards
+    if given is None:
+        return ""
+    if not isinstance(given, list | tuple | np.ndarray):
+        return f"returned process rewards {_shown(given)}, expected a list"
+    if len(given) != num_tokens:
+        return f"returned {len(given)} process rewards for {num_tokens} response tokens"
+    for token, process_reward in enumerate(given):
+        problem = _no_number(process_reward)
+        if problem:
+            return f"returned process reward {problem} at response token {token}"
+    return ""
+
+
+def _no_number(value: object) -> str:
+    """`value` as shown in an error when it is no finite number, "" when it is."""
+    if not isinstance(value, Real):
+        return _shown(value)
     # rewards are stored in float32
-    if not math.isfinite(float(reward)) or abs(float(reward)) > float(np.finfo(np.float32).max):
-        return f"returned {float(reward)}"
+    if not math.isfinite(float(value)) or abs(float(value)) > float(np.finfo(np.float32).max):
+        return str(float(value))
     return ""
 
 

@@ -47,7 +47,7 @@ class EngineHealth:
 
 
 class RolloutEngine(Protocol):
-    """The seam to anything that generates. `returns_support` False: the config refuses top-k and top-p for this engine."""
+    """The seam to anything that generates. `returns_support` False: the config refuses restricted samplers for this engine."""
 
     returns_support: ClassVar[bool]
 
@@ -134,6 +134,7 @@ def _check_sampling(request: GenerateRequest, vocab_size: int) -> None:
         and sampling.temperature >= 0,
         f"top_p is {sampling.top_p}, expected 0 < top_p <= 1": 0 < sampling.top_p <= 1,
         f"top_k is {sampling.top_k}, expected 0 (off) or more": sampling.top_k >= 0,
+        f"min_p is {sampling.min_p}, expected 0 (off) <= min_p <= 1": 0 <= sampling.min_p <= 1,
         f"seed is {request.seed}, expected 0 or more": request.seed >= 0,
         f"stop_token_ids {sampling.stop_token_ids} are not all inside the model's vocabulary of {vocab_size}": all(
             0 <= stop < vocab_size for stop in sampling.stop_token_ids
@@ -188,7 +189,8 @@ def _check_support(request: GenerateRequest, result: GenerateResult) -> None:
         if expected:
             raise RolloutError(
                 f"sample {request.sample_id}: the engine returned no support although the sampler is restricted "
-                f"(top_p {sampling.top_p}, top_k {sampling.top_k}); the exact ratio needs it: use an engine that returns it"
+                f"(top_p {sampling.top_p}, top_k {sampling.top_k}, min_p {sampling.min_p}); the exact ratio needs it: use an "
+                "engine that returns it"
             )
         return
     if not expected:

@@ -32,7 +32,8 @@ class MicroBatch:
         return self.tokens.device
 
     def column(self, name: str) -> torch.Tensor:
-        """A column of these samples as a tensor on the device, flat in sample order. It must have been filled in."""
+        """A column of these samples, or `kept_mask`, as a tensor on the device, flat in sample order. It must have been
+        filled in."""
         array = getattr(self.batch, name)
         if array is None:
             raise ValueError(f"column {name} of rollout {self.batch.rollout_id} has not been computed yet (needs {COLUMNS[name]})")

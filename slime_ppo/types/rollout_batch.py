@@ -71,10 +71,15 @@ class RolloutBatch:
     rollout_log_probs: np.ndarray = _column(np.float32, "response_token")
     support_counts: np.ndarray | None = _later(np.int32, "response_token")
     support_ids: np.ndarray | None = _later(np.int32, "support_id")
+    # None when the reward function paid no single token of this rollout
+    process_rewards: np.ndarray | None = _later(np.float32, "response_token")
     old_log_probs: np.ndarray | None = _later(np.float32, "response_token")
-    # over the full vocabulary; None when the sampler is unrestricted, as old_log_probs are just that
+    # over the full vocabulary; None when the KL to the reference uses old_log_probs, which are just that without a restriction
     old_full_log_probs: np.ndarray | None = _later(np.float32, "response_token")
     ref_log_probs: np.ndarray | None = _later(np.float32, "response_token")
+    # rollout correction; None when none is chosen
+    rollout_weights: np.ndarray | None = _later(np.float32, "response_token")
+    rejected: np.ndarray | None = _later(np.bool_, "sample")
     entropy: np.ndarray | None = _later(np.float32, "response_token")
     values: np.ndarray | None = _later(np.float32, "response_token")
     bootstrap_values: np.ndarray | None = _later(np.float32, "sample")
@@ -112,8 +117,21 @@ class RolloutBatch:
         return _segment_sum(self.loss_mask.astype(np.int64), self.offsets("response_token"))
 
     @property
+    def kept_mask(self) -> np.ndarray:
+        """`loss_mask` without the samples that the rollout correction rejected, bool [sum R_s]."""
+        if self.rejected is None:
+            return self.loss_mask
+        kept: np.ndarray = self.loss_mask & ~np.repeat(self.rejected, self.response_lens)
+        return kept
+
+    @property
+    def kept_tokens(self) -> np.ndarray:
+        """Number of tokens of each sample in `kept_mask`, int64 [S]."""
+        return self.trainable_tokens if self.rejected is None else np.where(self.rejected, 0, self.trainable_tokens)
+
+    @property
     def kl_log_probs(self) -> np.ndarray:
-        """Old log-probs over the full vocabulary, which the KL to the reference needs; on a support it would be blind."""
+        """Old log-probs for the KL to the reference: over the full vocabulary, or on the support with --kl-support sampled."""
         return filled(self.old_log_probs if self.old_full_log_probs is None else self.old_full_log_probs)
 
     def _lengths(self, per: Per) -> np.ndarray:
@@ -184,10 +202,12 @@ class RolloutBatch:
 
     @staticmethod
     def from_samples(rollout_id: int, samples: Sequence[Sample]) -> "RolloutBatch":
-        """Pack samples whose rewards are known. All of them, or none, must have a support.
+        """Pack samples whose rewards are known. All of them, or none, must have a support; process rewards of samples
+        without any are 0.
 
         Raises DataError that names the sample: no tokens, columns of another length than its response, a reward that is
-        missing, not finite in float32, or another one than that of the same trajectory (SEMANTICS 1, 3).
+        missing, not finite in float32, or another one than that of the same trajectory, a process reward that no trainable
+        token can be credited with (SEMANTICS 1, 3, 4).
         """
         _check_samples(rollout_id, samples)
         restricted = [s.support is not None for s in samples]
@@ -214,6 +234,8 @@ class RolloutBatch:
         if any(restricted):
             ragged["support_counts"] = [s.support.counts for s in samples if s.support is not None]
             ragged["support_ids"] = [s.support.ids for s in samples if s.support is not None]
+        if any(s.process_rewards is not None for s in samples):
+            ragged["process_rewards"] = [_process_rewards(s) for s in samples]
         columns: dict[str, np.ndarray] = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
         columns |= {name: _concatenate(pieces, COLUMNS[name].dtype) for name, pieces in ragged.items()}
         return RolloutBatch(rollout_id=rollout_id, **columns)
@@ -231,6 +253,8 @@ def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
         lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
         if sample.support is not None:
             lengths["support.counts"] = len(sample.support.counts)
+        if sample.process_rewards is not None:
+            lengths["process_rewards"] = len(sample.process_rewards)
         wrong = {name: length for name, length in lengths.items() if length != num_tokens}
         if wrong:
             raise DataError(f"{where} has {num_tokens} response tokens, but {wrong}; expected one entry per token")
@@ -243,6 +267,22 @@ def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
                 f"{where} has reward {sample.reward}, another part of trajectory {sample.trajectory_id} has "
                 f"{reward_of[sample.trajectory_id]}: all parts of a trajectory carry the same sequence reward"
             )
+        _check_process_rewards(where, sample)
+
+
+def _check_process_rewards(where: str, sample: Sample) -> None:
+    """A process reward on a masked token goes to the trainable token before it, so there must be one."""
+    paid = np.flatnonzero(_process_rewards(sample))
+    trainable = np.flatnonzero(sample.loss_mask)
+    if len(paid) and len(trainable) and paid[0] < trainable[0]:
+        raise DataError(
+            f"{where} has process reward {_process_rewards(sample)[paid[0]]} at response token {paid[0]}, but its first trainable "
+            f"token is {trainable[0]}: there is none to credit. The reward function must not pay tokens before that one"
+        )
+
+
+def _process_rewards(sample: Sample) -> np.ndarray:
+    return np.zeros(len(sample.response_ids), np.float32) if sample.process_rewards is None else sample.process_rewards
 
 
 def filled(column: np.ndarray | None) -> np.ndarray:

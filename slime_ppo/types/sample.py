@@ -31,16 +31,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampler. temperature 0 = greedy (evaluation only); top_k 0 = off; top_p 1 = off.
+    """The sampler. temperature 0 = greedy (evaluation only); top_k 0 = off; top_p 1 = off; min_p 0 = off.
 
-    The support is joint (facts of the SGLang sampler): rank < top_k and (cumulative - own) <= top_p, both on the full
-    softmax(logits / temperature).
+    The support is joint, as SGLang's sampler has it: rank < top_k and (cumulative - own) <= top_p and
+    own >= min_p * the largest, all three on the full softmax(logits / temperature).
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
 
     @property
@@ -50,7 +51,7 @@ class SamplingParams:
     @property
     def restricted(self) -> bool:
         """True when the sampler draws from fewer tokens than the vocabulary, so that the support must be recorded."""
-        return self.top_p < 1.0 or self.top_k > 0
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Sample:
     """A prompt, a response and its reward.
 
     Samples of one group share a prompt; all samples of one trajectory share a reward and are never split over two
-    optimizer steps. `loss_mask` bool [R] marks the trainable tokens. `reward` is None until the reward function ran.
+    optimizer steps. `loss_mask` bool [R] marks the trainable tokens. `reward` is None until the reward function ran, which
+    may also have paid single tokens: `process_rewards` float32 [R].
 
     Example: prompt "The door was" (4 tokens) answered with 16 tokens:
         Sample(sample_id=7, group_id=7, trajectory_id=7, response_ids=int32[16], loss_mask=bool[16], ...)
@@ -110,6 +112,7 @@ class Sample:
     finish: FinishReason
     weight_version: int
     reward: float | None = None
+    process_rewards: np.ndarray | None = None
 
-    def with_reward(self, reward: float) -> "Sample":
-        return replace(self, reward=reward)
+    def with_reward(self, reward: float, process_rewards: np.ndarray | None = None) -> "Sample":
+        return replace(self, reward=reward, process_rewards=process_rewards)

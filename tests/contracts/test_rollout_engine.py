@@ -92,28 +92,44 @@ def test_generate_unrestricted_log_probs_equal_independent_forward(harness: Engi
         np.testing.assert_allclose(result.log_probs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(12, 0.8), (5, 1.0), (0, 0.6), (0, 0.97), (1, 1.0), (1000, 0.9), (0, 1e-6)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (12, 0.8, 0.0),
+        (5, 1.0, 0.0),
+        (0, 0.6, 0.0),
+        (0, 0.97, 0.0),
+        (1, 1.0, 0.0),
+        (1000, 0.9, 0.0),
+        (0, 1e-6, 0.0),
+        (0, 1.0, 0.4),
+        (9, 0.9, 0.1),
+        (0, 1.0, 1.0),
+    ],
+)
 def test_generate_restricted_support_follows_joint_rule(
-    harness: EngineHarness, reference: ReferenceModel, top_k: int, top_p: float
+    harness: EngineHarness, reference: ReferenceModel, top_k: int, top_p: float, min_p: float
 ) -> None:
     if not harness.engine.returns_support:
         pytest.fail("an engine without supports must not be listed with restricted samplers")
-    sampling = replace(RESTRICTED, top_k=top_k, top_p=top_p)
+    sampling = replace(RESTRICTED, top_k=top_k, top_p=top_p, min_p=min_p)
     requests = make_requests(6, sampling)
     for request, result in zip(requests, _generate(harness, requests), strict=True):
         assert result.support is not None
         full = reference.log_probs(request.prompt_ids, result.response_ids, temperature=sampling.temperature)
         rows = np.split(result.support.ids, np.cumsum(result.support.counts)[:-1])
         for token, log_prob, ids, log_probs in zip(result.response_ids, result.log_probs, rows, full, strict=True):
-            _check_support_row(np.exp(log_probs), ids, top_k=top_k, top_p=top_p)
+            _check_support_row(np.exp(log_probs), ids, sampling)
             expected = log_probs[token] - np.log(np.exp(log_probs[ids]).sum())
             assert log_prob == pytest.approx(expected, abs=1e-4)
 
 
-def _check_support_row(probs: np.ndarray, ids: np.ndarray, *, top_k: int, top_p: float) -> None:
-    """The engine's support lies between the reference rule with top_p a little lower and a little higher."""
-    fewest = joint_support(probs, top_k=top_k, top_p=top_p - BOUNDARY)
-    most = joint_support(probs, top_k=top_k, top_p=top_p + BOUNDARY)
+def _check_support_row(probs: np.ndarray, ids: np.ndarray, sampling: SamplingParams) -> None:
+    """The engine's support lies between the reference rule with its bounds a little tighter and a little looser."""
+    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    shift = BOUNDARY / probs.max() if min_p > 0 else 0.0
+    fewest = joint_support(probs, top_k=top_k, top_p=top_p - BOUNDARY, min_p=min(min_p + shift, 1.0))
+    most = joint_support(probs, top_k=top_k, top_p=top_p + BOUNDARY, min_p=min_p - shift)
     assert max(1, len(fewest)) <= len(ids) <= len(most)
     np.testing.assert_allclose(probs[ids], probs[most][: len(ids)], atol=BOUNDARY, rtol=0)
 
@@ -131,6 +147,19 @@ def test_joint_rule_differs_from_sequential_rule_on_these_prompts(harness: Engin
             sequential = joint_support(renormalised, top_k=RESTRICTED.top_k, top_p=RESTRICTED.top_p)
             differing += sequential != joint_support(probs, top_k=RESTRICTED.top_k, top_p=RESTRICTED.top_p)
     assert differing > 10
+
+
+def test_generate_min_p_keeps_fewer_tokens_than_without(harness: EngineHarness, reference: ReferenceModel) -> None:
+    """Without a position where min_p cuts, the test above would not notice an engine that ignores it."""
+    sampling = replace(FULL, min_p=0.4)
+    requests = make_requests(6, sampling)
+    sizes = []
+    for request, result in zip(requests, _generate(harness, requests), strict=True):
+        assert result.support is not None
+        full = np.exp(reference.log_probs(request.prompt_ids, result.response_ids, temperature=FULL.temperature))
+        assert (full[np.arange(len(full)), result.response_ids] >= 0.4 * full.max(-1) - BOUNDARY).all()
+        sizes.extend(result.support.counts.tolist())
+    assert 1 < np.mean(sizes) < 50
 
 
 def test_generate_greedy_takes_most_likely_token_with_unit_temperature_log_prob(

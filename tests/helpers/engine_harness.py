@@ -98,12 +98,13 @@ class ReferenceModel:
         return np.asarray((logits.double() / temperature).log_softmax(-1))
 
 
-def joint_support(probs: np.ndarray, *, top_k: int, top_p: float) -> list[int]:
-    """Token ids by the plain rule: rank < top_k and (cumulative - own) <= top_p on the full distribution, float64 [V]."""
+def joint_support(probs: np.ndarray, *, top_k: int, top_p: float, min_p: float = 0.0) -> list[int]:
+    """Token ids by the plain rule on the full distribution, float64 [V]: rank < top_k and (cumulative - own) <= top_p and
+    own >= min_p * largest."""
     kept: list[int] = []
     before = 0.0
     for rank, token in enumerate(np.argsort(-probs, kind="stable")):
-        if (top_k == 0 or rank < top_k) and before <= top_p:
+        if (top_k == 0 or rank < top_k) and before <= top_p and probs[token] >= min_p * probs.max():
             kept.append(int(token))
         before += probs[token]
     return kept

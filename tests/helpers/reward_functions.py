@@ -43,6 +43,22 @@ async def asynchronous(inputs: Sequence[RewardInput]) -> list[RewardResult]:
     return [RewardResult(reward=0.5) for _ in inputs]
 
 
+def process_rewards(inputs: Sequence[RewardInput]) -> list[RewardResult]:
+    """Reward 1; the metadata's wish says what is paid to single tokens, "-" being nothing."""
+    paid: dict[str, object] = {
+        "-": None,
+        "array": np.linspace(0, 1, 3),
+        "short": [0.5, 0.5],
+        "NaN": [0.0, float("nan"), 0.0],
+        "huge": [0.0, 0.0, 1e300],
+        "text": ["good", 0.0, 0.0],
+        "number": 0.5,
+    }
+    wishes = [str(item.metadata["wish"]) for item in inputs]
+    answers = [item.response_ids.tolist() if wish == "list" else paid[wish] for wish, item in zip(wishes, inputs, strict=True)]
+    return [RewardResult(1.0, process_rewards=answer) for answer in answers]
+
+
 def array(inputs: Sequence[RewardInput]) -> np.ndarray:
     return np.arange(len(inputs), dtype=np.float32)
 

@@ -41,7 +41,7 @@ class _Ending:
 def decode(
     model: PreTrainedModel, requests: Sequence[GenerateRequest], *, weight_version: int, aborted: Callable[[], bool]
 ) -> list[GenerateResult]:
-    """One result per request, in order. All requests have the temperature, top_p and top_k of the first.
+    """One result per request, in order. All requests have the temperature and restrictions of the first.
 
     Ends early when every row is done; rows that are done go on computing, and what they draw is ignored. `aborted` is
     asked before every step; when it says yes, unfinished rows end with what they have and finish ABORT.

@@ -16,7 +16,7 @@ from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart, check
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.weight_sync.bucket import TensorSpec, tensor_checksum
 
-SamplerKey = tuple[float, float, int]
+SamplerKey = tuple[float, float, int, float]
 
 
 class EmbeddedEngine:
@@ -46,7 +46,7 @@ class EmbeddedEngine:
         self._abort = Event()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `RolloutEngine`. Requests that share temperature, top_p and top_k run as one batch."""
+        """See `RolloutEngine`. Requests that share temperature, top_p, top_k and min_p run as one batch."""
         self._check_ready()
         check_requests(requests, vocab_size=self._model.config.vocab_size, max_positions=self._model.config.max_position_embeddings)
         self._abort.clear()
@@ -129,10 +129,11 @@ class EmbeddedEngine:
 
 
 def _by_sampler(requests: Sequence[GenerateRequest]) -> list[list[int]]:
-    """Places of the requests that can share a batch, in order of first appearance. Greedy ones ignore top_p and top_k."""
+    """Places of the requests that can share a batch, in order of first appearance. Greedy ones ignore the restrictions."""
     groups: dict[SamplerKey, list[int]] = {}
     for place, request in enumerate(requests):
         sampling = request.sampling
-        key = (0.0, 1.0, 0) if sampling.greedy else (sampling.temperature, sampling.top_p, sampling.top_k)
+        restriction = (1.0, 0, 0.0) if sampling.greedy else (sampling.top_p, sampling.top_k, sampling.min_p)
+        key = (sampling.temperature, *restriction)
         groups.setdefault(key, []).append(place)
     return list(groups.values())

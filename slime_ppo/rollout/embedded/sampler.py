@@ -8,7 +8,8 @@ layouts do, keep drawing the same tokens. An inverse CDF moves all V borders bet
 Shapes: B rows, V vocabulary, K candidates.
 
 A row's noise comes from its own seed, so that it does not depend on the batch (SEMANTICS 14). The support is joint:
-rank < top_k and (cumulative - own) <= top_p, both on the full softmax(logits / temperature), ties by the lower id.
+rank < top_k and (cumulative - own) <= top_p and own >= min_p * largest, all on the full softmax(logits / temperature), ties
+by the lower id.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 from slime_ppo.types.sample import SamplingParams
 
 FIRST_CANDIDATES = 64
-"""A top-p support is looked for among this many most likely tokens, then among four times as many, and so on."""
+"""A top-p or min-p support is looked for among this many most likely tokens, then among four times as many, and so on."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,20 @@ class RaceNoise:
 
 
 def sampler_of(sampling: SamplingParams, seeds: Sequence[int], *, vocab_size: int, device: torch.device) -> Sampler:
-    """The sampler for these parameters and one seed per row. A greedy one has no use for top_k, top_p or the seeds."""
+    """The sampler for these parameters and one seed per row. A greedy one has no use for restrictions or seeds."""
     if sampling.greedy:
         return lambda logits, running: draw_greedy(logits)
     noise = RaceNoise(seeds, vocab_size, device)
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if sampling.restricted:
         return lambda logits, running: draw_restricted(
-            logits, noise.step(running), temperature=temperature, top_k=top_k, top_p=top_p
+            logits,
+            noise.step(running),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
         )
-    return lambda logits, running: draw_full(logits, noise.step(running), temperature=temperature)
+    return lambda logits, running: draw_full(logits, noise.step(running), temperature=sampling.temperature)
 
 
 def draw_greedy(logits: torch.Tensor) -> Draw:
@@ -90,14 +95,16 @@ def draw_full(logits: torch.Tensor, noise: torch.Tensor, *, temperature: float) 
     return Draw(tokens=tokens.squeeze(-1), log_probs=log_probs.gather(-1, tokens).squeeze(-1))
 
 
-def draw_restricted(logits: torch.Tensor, noise: torch.Tensor, *, temperature: float, top_k: int, top_p: float) -> Draw:
+def draw_restricted(
+    logits: torch.Tensor, noise: torch.Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Draw:
     """A token of softmax(logits / temperature) renormalised over the joint support, its log-prob there, and the support.
 
     `noise` float32 [B, V] ~ Exp(1) is looked up by token id: two tokens that swap ranks do not swap their noise.
     """
     log_probs = _log_softmax(logits, temperature)
     probs = log_probs.exp()
-    ids, keep = _joint_support(probs, top_k, top_p)
+    ids, keep = _joint_support(probs, top_k=top_k, top_p=top_p, min_p=min_p)
     places = _race(probs.gather(-1, ids).masked_fill(~keep, 0.0), noise.gather(-1, ids))
     kept_log_probs = log_probs.gather(-1, ids).masked_fill(~keep, float("-inf"))
     drawn = kept_log_probs.gather(-1, places) - kept_log_probs.logsumexp(-1, keepdim=True)
@@ -117,7 +124,7 @@ def _race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (weights / noise).argmax(-1, keepdim=True)
 
 
-def _joint_support(probs: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _joint_support(probs: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of the most likely tokens in order, int64 [B, K], and which of them are in the support, bool [B, K]."""
     vocab_size = probs.shape[-1]
     num_candidates = min(top_k or FIRST_CANDIDATES, vocab_size)
@@ -126,6 +133,7 @@ def _joint_support(probs: torch.Tensor, top_k: int, top_p: float) -> tuple[torch
         ranked = probs.gather(-1, ids).double()
         # Rounding can push the sum past 1, which must not cut anything when top_p is off.
         keep = (ranked.cumsum(-1) - ranked <= top_p) | (top_p >= 1.0)
+        keep &= ranked >= min_p * ranked[:, :1]
         if top_k > 0 or num_candidates == vocab_size or not bool(keep[:, -1].any()):
             return ids, keep
         num_candidates = min(4 * num_candidates, vocab_size)

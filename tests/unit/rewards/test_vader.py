@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from slime_ppo.rewards.base import RewardInput
@@ -6,7 +7,7 @@ from slime_ppo.types.sample import FinishReason
 
 
 def scored(prompt: str, response: str) -> float:
-    (reward,) = VaderReward()([RewardInput(0, prompt, response, None, {}, FinishReason.LENGTH)])
+    (reward,) = VaderReward()([RewardInput(0, prompt, response, None, {}, FinishReason.LENGTH, np.ones(3, np.int32))])
     return reward
 
 

@@ -1,5 +1,6 @@
 """The worker's functions called in this process: how an answer is checked. What needs processes is in test_runner."""
 
+import numpy as np
 import pytest
 
 from slime_ppo.rewards.base import RewardInput, RewardSpec
@@ -14,12 +15,16 @@ def spec(name: str) -> RewardSpec:
 
 
 def score(name: str, *wishes: str) -> BatchScores:
-    inputs = [RewardInput(index, "prompt", "xx", None, {"wish": wish}, FinishReason.STOP) for index, wish in enumerate(wishes)]
+    """Of responses of three tokens."""
+    inputs = [
+        RewardInput(index, "prompt", "xx", None, {"wish": wish}, FinishReason.STOP, np.array([4, 5, 3], np.int32))
+        for index, wish in enumerate(wishes)
+    ]
     return score_batch(spec(name), inputs)
 
 
 def test_score_numbers_are_rewards_in_order() -> None:
-    assert score("by_metadata", "-", "-") == BatchScores(rewards=(2.0, 2.0), problems=("", ""))
+    assert score("by_metadata", "-", "-") == BatchScores(rewards=(2.0, 2.0), process_rewards=(None, None), problems=("", ""))
 
 
 def test_score_async_function_with_results() -> None:
@@ -42,7 +47,8 @@ def test_score_array_and_bool_are_numbers() -> None:
     ],
 )
 def test_score_value_that_is_no_reward_is_a_problem_of_its_sample(wish: str, problem: str) -> None:
-    assert score("by_metadata", "-", wish, "-") == BatchScores(rewards=(2.0, 0.0, 2.0), problems=("", problem, ""))
+    scores = score("by_metadata", "-", wish, "-")
+    assert (scores.rewards, scores.problems) == ((2.0, 0.0, 2.0), ("", problem, ""))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,30 @@ def test_score_value_that_is_no_reward_is_a_problem_of_its_sample(wish: str, pro
 )
 def test_score_answer_without_one_entry_per_sample_is_broken(wish: str, broken: str) -> None:
     assert score("by_metadata", "-", wish) == BatchScores(broken=broken)
+
+
+def test_score_process_rewards_are_float32_and_none_where_not_given() -> None:
+    scores = score("process_rewards", "list", "-", "array")
+    assert (scores.rewards, scores.problems) == ((1.0, 1.0, 1.0), ("", "", ""))
+    first, second, third = scores.process_rewards
+    assert first is not None and first.dtype == np.float32 and first.tolist() == [4, 5, 3]
+    assert second is None
+    assert third is not None and third.dtype == np.float32 and third.tolist() == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("wish", "problem"),
+    [
+        ("short", "returned 2 process rewards for 3 response tokens"),
+        ("NaN", "returned process reward nan at response token 1"),
+        ("huge", "returned process reward 1e+300 at response token 2"),
+        ("text", "returned process reward 'good' (a str) at response token 0"),
+        ("number", "returned process rewards 0.5 (a float), expected a list"),
+    ],
+)
+def test_score_process_rewards_that_do_not_fit_are_a_problem_of_their_sample(wish: str, problem: str) -> None:
+    scores = score("process_rewards", "-", wish)
+    assert (scores.rewards, scores.process_rewards, scores.problems) == ((1.0, 0.0), (None, None), ("", problem))
 
 
 def test_score_exception_is_a_failure_with_its_place() -> None:

@@ -56,6 +56,8 @@ def test_check_requests_good_request_passes() -> None:
         (replace(REQUEST, sampling=replace(SAMPLING, top_p=0.0)), "top_p is 0.0"),
         (replace(REQUEST, sampling=replace(SAMPLING, top_p=1.5)), "top_p is 1.5"),
         (replace(REQUEST, sampling=replace(SAMPLING, top_k=-1)), "top_k is -1"),
+        (replace(REQUEST, sampling=replace(SAMPLING, min_p=1.5)), "min_p is 1.5"),
+        (replace(REQUEST, sampling=replace(SAMPLING, min_p=-0.1)), "min_p is -0.1"),
         (replace(REQUEST, sampling=replace(SAMPLING, stop_token_ids=(3, 10))), r"stop_token_ids \(3, 10\) are not all inside"),
     ],
 )
@@ -104,7 +106,7 @@ def test_check_results_broken_result_raises_naming_sample(result: GenerateResult
 @pytest.mark.parametrize(
     ("support", "message"),
     [
-        (None, r"no support although the sampler is restricted \(top_p 1.0, top_k 2\)"),
+        (None, r"no support although the sampler is restricted \(top_p 1.0, top_k 2, min_p 0.0\)"),
         (replace(SUPPORT, counts=_ids(2, 3)), r"support counts \[2\] that add up to 5 for 3 response tokens"),
         (replace(SUPPORT, counts=_ids(2, 1, 1)), r"support counts \[3\] that add up to 4 for 3 response tokens and 5 support ids"),
         (replace(SUPPORT, counts=_ids(1, 1, 3)), "supports of 1 to 3 tokens, expected 1 to 2"),
@@ -116,6 +118,13 @@ def test_check_results_broken_result_raises_naming_sample(result: GenerateResult
 def test_check_results_broken_support_raises_naming_sample(support: Support | None, message: str) -> None:
     with pytest.raises(RolloutError, match=f"^sample 41: the engine returned {message}"):
         check_results([TOP_K], [replace(RESULT, support=support)])
+
+
+def test_check_results_min_p_alone_is_a_restriction() -> None:
+    request = replace(REQUEST, sampling=replace(SAMPLING, min_p=0.1))
+    check_results([request], [replace(RESULT, support=SUPPORT)])
+    with pytest.raises(RolloutError, match=r"no support .* min_p 0.1"):
+        check_results([request], [RESULT])
 
 
 def test_check_results_wrong_number_of_results_raises_with_both_numbers() -> None:

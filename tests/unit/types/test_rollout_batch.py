@@ -132,6 +132,7 @@ def test_from_samples_without_reward_names_the_samples() -> None:
         ({"reward": 1e39}, "has reward 1e+39"),
         ({"reward": 0.25, "trajectory_id": 0}, "another part of trajectory 0 has"),
         ({"response_ids": np.zeros(0, np.int32)}, "has 1 prompt and 0 response tokens"),
+        ({"process_rewards": np.zeros(2, np.float32)}, "but {'process_rewards': 2}"),
     ],
 )
 def test_from_samples_bad_sample_is_named(changes: dict[str, object], message: str) -> None:
@@ -143,6 +144,30 @@ def test_from_samples_support_of_some_samples_only_names_one_without() -> None:
     support = Support(np.array([2], np.int32), np.array([1], np.int32))
     with pytest.raises(DataError, match="sample 1 of rollout 0 has no recorded support"):
         RolloutBatch.from_samples(0, [_sample(0, [1], [2], support=support), _sample(1, [1], [2])])
+
+
+def test_from_samples_process_rewards_of_some_samples_are_zero_for_the_others() -> None:
+    paid = _sample(1, [1], [2, 3], process_rewards=np.array([0.5, -1.0], np.float32))
+    packed = RolloutBatch.from_samples(0, [_sample(0, [1], [2]), paid, _sample(2, [1], [2, 3])])
+    assert filled(packed.process_rewards).tolist() == [0, 0.5, -1, 0, 0]
+    assert RolloutBatch.from_samples(0, [_sample(0, [1], [2])]).process_rewards is None
+
+
+def test_from_samples_process_reward_without_a_trainable_token_to_credit_names_sample_and_tokens() -> None:
+    early = np.array([0.0, 0.5, 1.0], np.float32)
+    mask = np.array([False, False, True])
+    with pytest.raises(DataError, match=r"sample 4 of rollout 0 has process reward 0.5 at response token 1, but .* token is 2"):
+        RolloutBatch.from_samples(0, [_sample(4, [1], [2, 3, 4], process_rewards=early, loss_mask=mask)])
+    untrainable = _sample(4, [1], [2, 3, 4], process_rewards=early, loss_mask=np.zeros(3, bool))
+    assert RolloutBatch.from_samples(0, [untrainable]).num_samples == 1
+
+
+def test_kept_mask_leaves_out_every_token_of_rejected_samples(batch: RolloutBatch) -> None:
+    assert batch.kept_mask.tolist() == batch.loss_mask.tolist() and batch.kept_tokens.tolist() == [1, 3, 1]
+    rejecting = batch.with_columns(rejected=np.array([False, True, False]))
+    assert rejecting.kept_mask.tolist() == [True, False, False, False, False, False, True]
+    assert rejecting.kept_tokens.tolist() == [1, 0, 1]
+    assert rejecting.select([1, 2]).kept_mask.tolist() == [False, False, False, False, True]
 
 
 def test_kl_log_probs_prefer_those_over_the_full_vocabulary(batch: RolloutBatch) -> None:

@@ -64,12 +64,13 @@ def test_engine_checksums_equal_those_of_the_pushed_buckets_and_catch_one_change
 def test_engine_several_samplers_in_one_call_equal_separate_calls(folder: Path) -> None:
     engine = EmbeddedEngine(folder)
     push_folder(engine, folder, 0)
-    samplers = [SAMPLING, replace(SAMPLING, top_k=4), replace(SAMPLING, temperature=0.0), replace(SAMPLING, temperature=0.5)]
-    requests = [replace(r, sampling=samplers[i % 4]) for i, r in enumerate(make_requests(8, SAMPLING))]
+    changes = ({}, {"top_k": 4}, {"temperature": 0.0}, {"temperature": 0.5}, {"min_p": 0.3})
+    samplers = [replace(SAMPLING, **change) for change in changes]
+    requests = [replace(r, sampling=samplers[i % 5]) for i, r in enumerate(make_requests(10, SAMPLING))]
     mixed = engine.generate(requests)
     check_results(requests, mixed)
-    for start in range(4):
-        for alone, together in zip(engine.generate(requests[start::4]), mixed[start::4], strict=True):
+    for start in range(5):
+        for alone, together in zip(engine.generate(requests[start::5]), mixed[start::5], strict=True):
             np.testing.assert_array_equal(alone.response_ids, together.response_ids)
             np.testing.assert_array_equal(alone.log_probs, together.log_probs)
 

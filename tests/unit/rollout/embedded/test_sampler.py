@@ -65,7 +65,7 @@ def test_draw_restricted_hand_example_renormalises_over_joint_support() -> None:
     # Sorted .4 (id 2), .3 (id 0), .2 (id 3), .1 (id 1); cumulative before: 0, .4, .7, .9. top_p .65 keeps ids 2 and 0.
     logits = _logits(0.3, 0.1, 0.4, 0.2).repeat(2, 1)
     noise = _noise([1, 1, 1, 1], [0.7, 0.01, 1, 0.01])
-    draw = draw_restricted(logits, noise, temperature=1.0, top_k=3, top_p=0.65)
+    draw = draw_restricted(logits, noise, temperature=1.0, top_k=3, top_p=0.65, min_p=0.0)
     assert draw.kept is not None
     assert draw.kept.ids.tolist() == [2, 0, 2, 0]
     assert draw.kept.counts.tolist() == [2, 2]
@@ -77,13 +77,38 @@ def test_draw_restricted_hand_example_renormalises_over_joint_support() -> None:
 def test_draw_restricted_joint_rule_is_not_the_sequential_one() -> None:
     # Cumulative before: 0, .4, .7. Joint top_k 2, top_p .5 keeps 2; sequential would see .571 > .5 after the first, and
     # keep 2 as well; with top_p .42 joint keeps 2 (.4 <= .42), sequential (.571 > .42) keeps 1.
-    draw = draw_restricted(_logits(0.4, 0.3, 0.3), torch.ones(1, 3), temperature=1.0, top_k=2, top_p=0.42)
+    draw = draw_restricted(_logits(0.4, 0.3, 0.3), torch.ones(1, 3), temperature=1.0, top_k=2, top_p=0.42, min_p=0.0)
     assert draw.kept is not None
     assert draw.kept.counts.tolist() == [2]
 
 
+@pytest.mark.parametrize(
+    ("min_p", "top_k", "top_p", "kept"),
+    [(0.5, 0, 1.0, [2, 0, 3]), (0.51, 0, 1.0, [2, 0]), (0.2, 3, 1.0, [2, 0, 3]), (0.2, 0, 0.65, [2, 0]), (1.0, 0, 1.0, [2])],
+)
+def test_draw_restricted_min_p_hand_example_is_joint_with_the_others(min_p: float, top_k: int, top_p: float, kept: list) -> None:
+    # Sorted 8/20 (id 2), 6/20 (id 0), 4/20 (id 3), 2/20 (id 1): min_p .5 asks for 4/20. Renormalised over two, the largest would
+    # be 8/14 and a sequential rule no other; but .2 after top_p .65 keeps the same two only because top_p does.
+    logits = _logits(6.0, 2.0, 8.0, 4.0)
+    draw = draw_restricted(logits, torch.ones(1, 4), temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert draw.kept is not None
+    assert draw.kept.ids.tolist() == kept
+    weights = np.array([6.0, 2.0, 8.0, 4.0])
+    assert draw.log_probs.item() == pytest.approx(np.log(8.0 / weights[kept].sum()), abs=1e-6)
+
+
+def test_draw_restricted_min_p_looks_beyond_the_first_candidates() -> None:
+    """A flat row keeps the whole vocabulary at any min_p."""
+    size = 3 * FIRST_CANDIDATES
+    draw = sampler_of(SamplingParams(1, min_p=0.9), [1], vocab_size=size, device=CPU)(torch.zeros(1, size), [True])
+    assert draw.kept is not None and draw.kept.counts.tolist() == [size]
+    assert draw.log_probs.item() == pytest.approx(-np.log(size), abs=1e-5)
+
+
 def test_draw_restricted_ties_keep_the_lower_ids() -> None:
-    draw = draw_restricted(torch.zeros(1, 9), _noise([1, 1, 1, 0.5, 1, 1, 1, 1, 0.01]), temperature=1.0, top_k=4, top_p=1.0)
+    draw = draw_restricted(
+        torch.zeros(1, 9), _noise([1, 1, 1, 0.5, 1, 1, 1, 1, 0.01]), temperature=1.0, top_k=4, top_p=1.0, min_p=0.0
+    )
     assert draw.kept is not None
     assert draw.kept.ids.tolist() == [0, 1, 2, 3]
     assert draw.tokens.tolist() == [3]
@@ -93,7 +118,7 @@ def test_draw_restricted_tokens_that_swap_ranks_keep_their_noise() -> None:
     # Ids 0 and 1 swap ranks 1 and 2. Over the noise of the ids: .31, .58, .4 and .29, .62, .4: id 1 wins both. Noise by rank
     # would let the token of rank 1 win: id 0, then id 1.
     logits = torch.cat([_logits(0.31, 0.29, 0.4), _logits(0.29, 0.31, 0.4)])
-    draw = draw_restricted(logits, _noise([1, 0.5, 1], [1, 0.5, 1]), temperature=1.0, top_k=3, top_p=1.0)
+    draw = draw_restricted(logits, _noise([1, 0.5, 1], [1, 0.5, 1]), temperature=1.0, top_k=3, top_p=1.0, min_p=0.0)
     assert draw.kept is not None
     assert draw.kept.ids.tolist() == [2, 0, 1, 2, 1, 0]
     assert draw.tokens.tolist() == [1, 1]
@@ -103,7 +128,7 @@ def test_draw_restricted_agrees_with_full_draw_inside_the_support() -> None:
     """The race over fewer tokens has the same winner whenever the winner of all tokens takes part."""
     logits, noise = torch.randn(500, 40, generator=torch.Generator().manual_seed(2)), _drawn_noise(500, 40, seed=2)
     full = draw_full(logits, noise, temperature=1.0).tokens
-    restricted = draw_restricted(logits, noise, temperature=1.0, top_k=20, top_p=1.0)
+    restricted = draw_restricted(logits, noise, temperature=1.0, top_k=20, top_p=1.0, min_p=0.0)
     assert restricted.kept is not None
     inside = (torch.from_numpy(restricted.kept.ids).view(500, 20) == full[:, None]).any(-1)
     assert 300 < inside.sum() < 500
@@ -111,7 +136,7 @@ def test_draw_restricted_agrees_with_full_draw_inside_the_support() -> None:
 
 
 def test_draw_restricted_support_of_one_has_log_prob_zero() -> None:
-    draw = draw_restricted(torch.randn(5, 50), _drawn_noise(5, 50, seed=1), temperature=1.0, top_k=1, top_p=1.0)
+    draw = draw_restricted(torch.randn(5, 50), _drawn_noise(5, 50, seed=1), temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
     assert draw.log_probs.tolist() == [0.0] * 5
 
 
@@ -122,14 +147,18 @@ def test_draw_restricted_support_of_one_has_log_prob_zero() -> None:
     scale=st.sampled_from([0.0, 0.3, 3.0]),
     top_k=st.sampled_from([0, 1, 7, 5000]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.013, 0.3, 1.0]),
 )
-def test_draw_restricted_support_equals_plain_rule(seed: int, vocab_size: int, scale: float, top_k: int, top_p: float) -> None:
+def test_draw_restricted_support_equals_plain_rule(
+    seed: int, vocab_size: int, scale: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = scale * torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(seed))
-    draw = draw_restricted(logits, _drawn_noise(3, vocab_size, seed=seed), temperature=1.0, top_k=top_k, top_p=top_p)
+    noise = _drawn_noise(3, vocab_size, seed=seed)
+    draw = draw_restricted(logits, noise, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     assert draw.kept is not None
     rows = np.split(draw.kept.ids, np.cumsum(draw.kept.counts)[:-1])
     for probs, ids, token in zip(logits.log_softmax(-1).exp().numpy(), rows, draw.tokens.tolist(), strict=True):
-        expected = joint_support(probs.astype(np.float64), top_k=top_k, top_p=top_p if top_p < 1 else 2.0)
+        expected = joint_support(probs.astype(np.float64), top_k=top_k, top_p=top_p if top_p < 1 else 2.0, min_p=min_p)
         # A sum that meets top_p to the last bit may fall on either side.
         assert abs(len(ids) - len(expected)) <= (1 if top_p < 1 else 0)
         both = min(len(ids), len(expected))
@@ -160,7 +189,7 @@ def test_draw_full_and_top_k_frequencies_agree_on_the_support() -> None:
     """The restricted sampler draws from the full distribution conditioned on the support."""
     num_draws = 20_000
     logits = _logits(0.1, 0.4, 0.3, 0.2).expand(num_draws, -1)
-    draw = draw_restricted(logits, _noise_of_many_seeds(num_draws, 4), temperature=1.0, top_k=2, top_p=1.0)
+    draw = draw_restricted(logits, _noise_of_many_seeds(num_draws, 4), temperature=1.0, top_k=2, top_p=1.0, min_p=0.0)
     frequencies = np.bincount(draw.tokens.numpy(), minlength=4) / num_draws
     np.testing.assert_allclose(frequencies, [0, 4 / 7, 3 / 7, 0], atol=4 * np.sqrt(0.25 / num_draws))
 
