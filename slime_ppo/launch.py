@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
 from slime_ppo.config.preflight import METRICS_FILE, preflight
-from slime_ppo.config.roles import ROLE_NAMES
 from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
@@ -25,11 +25,12 @@ from slime_ppo.orchestration.ray_rollout import ObjectStoreSync, RayRolloutEngin
 from slime_ppo.orchestration.ray_train_group import RayTrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.orchestration.worker_settings import worker_settings
+from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.rewards.base import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RunInfo, Tracker
-from slime_ppo.tracking.clock import RunClock
+from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, RunClock
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
 from slime_ppo.types.sample import Prompt
@@ -62,7 +63,7 @@ def run_ppo(config: Config) -> int:
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
     """
-    clock = RunClock()
+    clock = RunClock(PHASES if config.has_critic else CRITIC_FREE_PHASES)
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
@@ -202,18 +203,18 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
     log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
     timeout_s = config.cluster.call_timeout_s
     watched: list[Call] = []
-    actor, critic = (
-        RayTrainGroup(
+    groups = {
+        role: RayTrainGroup(
             cluster,
-            role.role,
-            num_ranks=role.num_ranks,
+            role,
+            num_ranks=config.role(role).num_ranks,
             log_dir=log_dir,
             timeout_s=timeout_s,
             bucket_bytes=config.rollout.weight_bucket_bytes,
             watched=watched,
         )
-        for role in (config.role("actor"), config.role("critic"))
-    )
+        for role in config.roles
+    }
     engine = RayRolloutEngine(cluster, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
     starting = engine.start(
         os.path.abspath(config.model.hf_checkpoint),
@@ -224,23 +225,19 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
         starts_offloaded=config.cluster.offload,
     )
     limits: Any = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
-    meeting_points = gather([actor.rendezvous(), critic.rendezvous()], phase="start-up", **limits)
-    actor_ranks, critic_ranks = (
-        worker_settings(config, role, init_method=place, device=cluster.device)
-        for role, place in zip(ROLE_NAMES, meeting_points, strict=True)
-    )
-    starting += actor.start("start_actor", [(rank, config.ppo, config.rollout.rollout_temperature) for rank in actor_ranks])
-    starting += critic.start("start_critic", [(rank, config.ppo) for rank in critic_ranks])
+    meeting_points = gather([group.rendezvous() for group in groups.values()], phase="start-up", **limits)
+    for role, place in zip(groups, meeting_points, strict=True):
+        starting += _start_role(config, groups[role], worker_settings(config, role, init_method=place, device=cluster.device))
     gather(starting, phase="start-up", **limits)
     return TrainerParts(
-        actor=actor,
-        critic=critic,
+        actor=groups["actor"],
+        critic=groups["critic"] if config.has_critic else None,
         turns=DeviceTurns(
-            {"actor": actor, "critic": critic, "rollout": RolloutTenant(engine)},
+            {group.role: group for group in groups.values()} | {"rollout": RolloutTenant(engine)},
             offload=config.cluster.offload,
             on_time=clock.add,
         ),
-        sync=ObjectStoreSync(actor, engine, bucket_bytes=config.rollout.weight_bucket_bytes),
+        sync=ObjectStoreSync(groups["actor"], engine, bucket_bytes=config.rollout.weight_bucket_bytes),
         samples=SampleBuilder(
             engine=engine,
             tokenizer=inputs.tokenizer,
@@ -255,6 +252,14 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
         clock=clock,
         check_alive=lambda: check_alive(watched, clock.where),
     )
+
+
+def _start_role(config: Config, group: RayTrainGroup, ranks: Sequence[WorkerSettings]) -> list[Call]:
+    """Begin building one role on all its ranks."""
+    if group.role == "critic":
+        return group.start("start_critic", [(rank, config.ppo) for rank in ranks])
+    temperature = config.rollout.rollout_temperature
+    return group.start("start_actor", [(rank, config.ppo, config.correction, temperature) for rank in ranks])
 
 
 def _run_info(config: Config) -> RunInfo:

@@ -4,7 +4,8 @@
     -> actor: old and reference log-probs -> critic: values, token rewards, GAE, whitening, value updates
     -> actor: policy updates -> report
 
-On shared devices exactly one of rollout, actor and critic is awake; `turns` changes hands where the loop says so.
+Without a critic (--advantage-estimator grpo, rloo, ...) the actor makes the advantages. On shared devices exactly one of
+rollout, actor and critic is awake; `turns` changes hands where the loop says so.
 """
 
 import logging
@@ -47,11 +48,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the loop is made of. `heldout` prompts are answered greedily for evaluation; `check_alive` raises when a process
-    of the run has died, for waits that would not notice."""
+    """What the loop is made of. `critic` is None when the advantage estimator needs none. `heldout` prompts are answered
+    greedily for evaluation; `check_alive` raises when a process of the run has died, for waits that would not notice."""
 
     actor: TrainGroup
-    critic: TrainGroup
+    critic: TrainGroup | None
     turns: DeviceTurns
     sync: WeightSync
     samples: SampleBuilder
@@ -98,13 +99,18 @@ class PpoTrainer:
             handle, log_prob_stats = parts.actor.compute_log_probs(parts.actor.put(batch))
         self._check_gap(log_prob_stats)
 
-        parts.turns.take("critic")
-        with clock.phase("values"):
-            handle, advantage_stats = parts.critic.compute_advantages(handle, self.kl.beta)
-        with clock.phase("critic train"):
-            critic_steps = parts.critic.train(handle, plan, self._learning_rates("critic", rollout_id, plan))
-
         actor_steps: list[Stats] = []
+        critic_steps: list[Stats] = []
+        if parts.critic is None:
+            with clock.phase("advantages"):
+                handle, advantage_stats = parts.actor.compute_advantages(handle, self.kl.beta)
+        else:
+            parts.turns.take("critic")
+            with clock.phase("values"):
+                handle, advantage_stats = parts.critic.compute_advantages(handle, self.kl.beta)
+            with clock.phase("critic train"):
+                critic_steps = parts.critic.train(handle, plan, self._learning_rates("critic", rollout_id, plan))
+
         if trains_actor:
             parts.turns.take("actor")
             with clock.phase("actor train"):
@@ -125,11 +131,12 @@ class PpoTrainer:
         self._check_skipped(actor_steps, critic_steps)
 
     def save_hf(self) -> None:
-        """The weights of both roles as Hugging Face folders."""
+        """The weights of every role as Hugging Face folders."""
         self.parts.turns.take("actor")
         self.parts.actor.save_hf(f"{self.config.run.save}/hf")
-        self.parts.turns.take("critic")
-        self.parts.critic.save_hf(self.config.role("critic").save_folder)
+        if self.parts.critic is not None:
+            self.parts.turns.take("critic")
+            self.parts.critic.save_hf(self.config.role("critic").save_folder)
 
     def push_weights(self) -> None:
         """The actor's weights into the engine; afterwards the engine alone is awake."""
@@ -221,6 +228,7 @@ class PpoTrainer:
             temperature=temperature,
             top_p=rollout.rollout_top_p,
             top_k=rollout.sampler_top_k,
+            min_p=rollout.rollout_min_p,
             stop_token_ids=tuple(tokenizer.eos_ids),
         )
 
@@ -232,7 +240,9 @@ class PpoTrainer:
     def _check_gap(self, stats: Stats) -> None:
         """Stop when engine and trainer no longer agree on the tokens' log-probs (--max-logprob-gap)."""
         limit = self.config.rollout.max_logprob_gap
-        gap = stats.maxima["logprob_gap_max"] if stats.maxima else 0.0
+        if "logprob_gap_max" not in stats.maxima:
+            return
+        gap = stats.maxima["logprob_gap_max"]
         if 0 < limit < gap:
             raise NumericsError(
                 f"engine and trainer differ by {gap:.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: the "

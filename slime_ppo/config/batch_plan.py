@@ -13,9 +13,10 @@ def batch_plan_text(config: Config) -> str:
 
 def _rollout_rows(config: Config) -> list[tuple[str, str, str]]:
     rollout = config.rollout
+    critic_only = ("num_critic_only_steps", str(config.ppo.num_critic_only_steps), "of them train the critic only, the first ones")
     return [
         ("num_rollout", str(config.run.num_rollout), "rollouts in the whole run"),
-        ("num_critic_only_steps", str(config.ppo.num_critic_only_steps), "of them train the critic only, the first ones"),
+        *([critic_only] if config.has_critic else []),
         ("rollout_batch_size", str(rollout.rollout_batch_size), "prompts per rollout"),
         ("n_samples_per_prompt", str(rollout.n_samples_per_prompt), "samples per prompt"),
         ("", str(config.samples_per_rollout), "samples per rollout"),
@@ -28,7 +29,7 @@ def _rollout_rows(config: Config) -> list[tuple[str, str, str]]:
 
 
 def _step_rows(config: Config) -> list[tuple[str, str, str]]:
-    batch, dp_sizes = config.batch, {role: config.role(role).dp_size for role in ("actor", "critic")}
+    batch, dp_sizes = config.batch, {role: config.role(role).dp_size for role in config.roles}
     per_rank = ", ".join(f"{batch.global_batch_size // size} per {role} rank (DP {size})" for role, size in dp_sizes.items())
     if batch.use_dynamic_batch_size:
         memory = (
@@ -42,7 +43,7 @@ def _step_rows(config: Config) -> list[tuple[str, str, str]]:
         ("global_batch_size", str(batch.global_batch_size), f"samples per optimizer step over all ranks: {per_rank}"),
         memory,
         ("num_epochs_per_rollout", str(config.ppo.num_epochs_per_rollout), f"passes x {config.steps_per_pass} steps"),
-        ("", str(config.steps_per_rollout), "optimizer steps per rollout and role"),
-        ("", str(config.planned_critic_steps), "planned steps of the critic"),
+        ("", str(config.steps_per_rollout), f"optimizer steps per rollout{' and role' if config.has_critic else ''}"),
+        *([("", str(config.planned_critic_steps), "planned steps of the critic")] if config.has_critic else []),
         ("", str(config.planned_actor_steps), "planned steps of the actor"),
     ]

@@ -1,16 +1,19 @@
 """What one option's bounds cannot say: options that contradict each other, and numbers that do not fit together.
 
-`check_config` is arithmetic only. Every message names the options, their values and where these came from.
+`check_config` is arithmetic; of files it touches the module of a dotted path alone. Every message names the options, their
+values and where these came from.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from slime_ppo.config.fields import Value, shown
+from slime_ppo.config.algorithm_checks import check_algorithm
+from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.fields import shown
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.config.roles import ROLE_NAMES, RoleName
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import OPTION_BY_KEY, Config
+from slime_ppo.config.unused import unused_options
 from slime_ppo.errors import ConfigError
 
 _ONE_ONLY = (
@@ -20,42 +23,21 @@ _ONE_ONLY = (
 )
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A config that can cite its options in messages."""
-
-    config: Config
-    origins: Mapping[str, str]
-    values: Mapping[str, Value]
-
-    def origin(self, key: str) -> str:
-        """Where the value was given; a config built in Python has no origins."""
-        return self.origins[key] if self.origins else "config"
-
-    def cite(self, key: str) -> str:
-        """`--flag value (file.yaml:12)`; the origin is left out where it is the flag itself or not known."""
-        spec, value = OPTION_BY_KEY[key], self.values[key]
-        written = spec.flag if value is True else spec.no_flag if value is False else f"{spec.flag} {shown(value)}"
-        origin = self.origin(key)
-        return written if origin == "config" or origin.startswith("--") else f"{written} ({origin})"
-
-
 def check_config(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
-    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only; no file is touched.
+    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only, but that the
+    module of a dotted path (--advantage-estimator, --policy-loss) is imported.
 
     `origins` as in ParsedCommand, for the messages. Raises ConfigError.
     """
-    checked = _Checked(config, {} if origins is None else origins, config.values())
+    checked = Checked(config, {} if origins is None else origins, config.values())
     for check in (
         _check_bounds,
+        check_algorithm,
         _check_reward,
         _check_sampler,
         _check_layout,
         _check_batch,
         _check_micro_batch,
-        _check_losses,
-        _check_kl,
-        _check_kl_controller,
         _check_schedule,
         _check_weight_bucket,
         _check_eval,
@@ -64,13 +46,13 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
 
 
 def check_engine_support(config: Config, *, returns_support: bool) -> None:
-    """Refuse top-k and top-p for an engine that does not return the support it sampled from (SEMANTICS 2)."""
+    """Refuse top-k, top-p and min-p for an engine that does not return the support it sampled from (SEMANTICS 2)."""
     if config.rollout.restricted and not returns_support:
-        checked = _Checked(config, {}, config.values())
+        checked = Checked(config, {}, config.values())
         raise ConfigError(
-            f"{checked.cite('rollout.rollout_top_p')} and {checked.cite('rollout.rollout_top_k')} restrict the sampler, but engine "
-            f"{config.rollout.engine} does not return the support of each token, so the trainer's ratios would be of another "
-            "distribution. Use --rollout-top-p 1 and --rollout-top-k 0, or an engine that returns the support"
+            f"the sampler is restricted by {cite_restrictions(checked)}, but engine {config.rollout.engine} does not return the "
+            "support of each token, so the trainer's ratios would be of another distribution. Use --rollout-top-p 1, "
+            "--rollout-top-k 0 and --rollout-min-p 0, or an engine that returns the support"
         )
 
 
@@ -112,11 +94,11 @@ def config_warnings(config: Config) -> tuple[str, ...]:
             "comparison only"
         )
     warnings += [
-        f"{_Checked(config, {}, config.values()).cite(key)} has no effect: it is used only with {needed}"
-        for key, needed in _unused_options(config)
+        f"{Checked(config, {}, config.values()).cite(key)} has no effect: it is used only with {needed}"
+        for key, needed in unused_options(config)
         if config.values()[key] != OPTION_BY_KEY[key].default
     ]
-    for role in ROLE_NAMES:
+    for role in config.roles:
         settings = config.role(role)
         if 0 < settings.planned_steps <= settings.lr_warmup_iters:
             warnings.append(
@@ -126,24 +108,7 @@ def config_warnings(config: Config) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _unused_options(config: Config) -> Iterator[tuple[str, str]]:
-    """(option, what it needs) for features that are off. Not refused: one flag may switch off what a config file sets up."""
-    ppo = config.ppo
-    if not ppo.normalize_advantages:
-        yield "ppo.whiten_domain", "--normalize-advantages"
-    if ppo.kl_coef == 0:
-        yield "ppo.kl_reward_type", "--kl-coef above 0"
-    if not ppo.needs_reference:
-        yield "model.ref_load", "--kl-coef above 0 or --use-kl-loss"
-    if config.optimizer.lr_decay_style == "constant":
-        yield "optimizer.min_lr", "--lr-decay-style linear or cosine"
-        yield "optimizer.lr_decay_iters", "--lr-decay-style linear or cosine"
-    if not config.tracking.use_wandb:
-        yield "tracking.wandb_project", "--use-wandb"
-        yield "tracking.wandb_mode", "--use-wandb"
-
-
-def _check_bounds(checked: _Checked) -> None:
+def _check_bounds(checked: Checked) -> None:
     """The parser has done this for what it read; a config built in Python is checked here."""
     for key, value in checked.values.items():
         spec = OPTION_BY_KEY[key]
@@ -151,7 +116,7 @@ def _check_bounds(checked: _Checked) -> None:
             raise ConfigError(spec.refusal(shown(value) or "empty", checked.origin(key)))
 
 
-def _check_reward(checked: _Checked) -> None:
+def _check_reward(checked: Checked) -> None:
     if checked.config.reward.rm_type is None and checked.config.reward.custom_rm_path is None:
         raise ConfigError(
             f"no reward: {checked.cite('reward.rm_type')} and no --custom-rm-path. Name a built-in reward, or give your own as "
@@ -159,7 +124,7 @@ def _check_reward(checked: _Checked) -> None:
         )
 
 
-def _check_sampler(checked: _Checked) -> None:
+def _check_sampler(checked: Checked) -> None:
     if checked.config.rollout.rollout_top_k == 1:
         raise ConfigError(
             f"{checked.cite('rollout.rollout_top_k')} leaves a support of one token: its log-prob is 0 whatever the weights are, "
@@ -167,12 +132,12 @@ def _check_sampler(checked: _Checked) -> None:
         )
 
 
-def _check_layout(checked: _Checked) -> None:
+def _check_layout(checked: Checked) -> None:
     parallel = checked.config.parallel
     for key in _ONE_ONLY:
         if checked.values[key] != 1:
             raise ConfigError(f"{checked.cite(key)}: not in this version, which has tensor and data parallelism. Use 1")
-    for role in ROLE_NAMES:
+    for role in checked.config.roles:
         settings = checked.config.role(role)
         if settings.num_ranks % settings.tp_size:
             flag = "--critic-" if role == "critic" else "--actor-"
@@ -183,7 +148,7 @@ def _check_layout(checked: _Checked) -> None:
                 f"{' or '.join(str(size) for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size)}, or "
                 f"{-(-settings.num_ranks // settings.tp_size) * settings.tp_size} ranks"
             )
-    widest = max(checked.config.role(role).tp_size for role in ROLE_NAMES)
+    widest = max(checked.config.role(role).tp_size for role in checked.config.roles)
     if parallel.sequence_parallel is False and widest > 1:
         raise ConfigError(
             f"--no-sequence-parallel with tensor-parallel size {widest}: not in this version, where tensor parallelism always "
@@ -191,15 +156,15 @@ def _check_layout(checked: _Checked) -> None:
         )
     if parallel.sequence_parallel and widest == 1:
         raise ConfigError(
-            f"{checked.cite('parallel.sequence_parallel')} with tensor-parallel size 1 in both roles: there is nothing to split. "
+            f"{checked.cite('parallel.sequence_parallel')} with tensor-parallel size 1 in every role: there is nothing to split. "
             "Leave it out, or raise --tensor-model-parallel-size"
         )
 
 
-def _check_batch(checked: _Checked) -> None:
+def _check_batch(checked: Checked) -> None:
     config = checked.config
     samples, batch = config.samples_per_rollout, config.batch.global_batch_size
-    shards = math.lcm(config.actor_dp_size, config.critic_dp_size)
+    shards = math.lcm(*(config.role(role).dp_size for role in config.roles))
     works = [size for size in range(shards, samples + 1, shards) if not samples % size]
     below = [size for size in works if size <= batch][-1:]
     above = [size for size in works if size > batch][:1]
@@ -213,7 +178,7 @@ def _check_batch(checked: _Checked) -> None:
             f"{checked.cite('batch.global_batch_size')} does not divide the {samples} samples of a rollout "
             f"({checked.cite('rollout.rollout_batch_size')} x {checked.cite('rollout.n_samples_per_prompt')}). {fix}"
         )
-    for role in ROLE_NAMES:
+    for role in config.roles:
         dp_size = config.role(role).dp_size
         if batch % dp_size:
             raise ConfigError(
@@ -222,7 +187,7 @@ def _check_batch(checked: _Checked) -> None:
             )
 
 
-def _check_micro_batch(checked: _Checked) -> None:
+def _check_micro_batch(checked: Checked) -> None:
     batch = checked.config.batch
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
         raise ConfigError(
@@ -236,77 +201,14 @@ def _check_micro_batch(checked: _Checked) -> None:
         )
 
 
-def _check_losses(checked: _Checked) -> None:
-    ppo = checked.config.ppo
-    by_constant = ppo.loss_reduction == "seq-mean-token-sum-norm"
-    if by_constant and ppo.loss_length_norm is None:
-        raise ConfigError(
-            f"{checked.cite('ppo.loss_reduction')} needs --loss-length-norm, the constant it divides by; "
-            f"--rollout-max-response-len ({checked.config.rollout.rollout_max_response_len}) is a usual choice"
-        )
-    if ppo.loss_length_norm is not None and not by_constant:
-        raise ConfigError(
-            f"{checked.cite('ppo.loss_length_norm')} is used only with --loss-reduction seq-mean-token-sum-norm, found "
-            f"{checked.cite('ppo.loss_reduction')}. Leave it out"
-        )
-    if ppo.kl_early_stop is not None and checked.config.steps_per_rollout == 1:
-        raise ConfigError(
-            f"{checked.cite('ppo.kl_early_stop')} with one optimizer step per rollout: the KL to the old policy is 0 before the "
-            "first step, so there is nothing to stop. Leave it out, or raise --num-epochs-per-rollout or lower --global-batch-size"
-        )
-
-
-def _check_kl(checked: _Checked) -> None:
-    ppo = checked.config.ppo
-    if ppo.kl_loss_coef > 0 and not ppo.use_kl_loss:
-        raise ConfigError(f"{checked.cite('ppo.kl_loss_coef')} is used only with --use-kl-loss. Add that, or leave it out")
-    if not ppo.use_kl_loss:
-        if ppo.kl_loss_type != OPTION_BY_KEY["ppo.kl_loss_type"].default:
-            raise ConfigError(f"{checked.cite('ppo.kl_loss_type')} is used only with --use-kl-loss. Add that, or leave it out")
-        return
-    if ppo.kl_loss_coef == 0:
-        raise ConfigError(f"{checked.cite('ppo.use_kl_loss')} with --kl-loss-coef 0 adds nothing to the loss. Set --kl-loss-coef")
-    if ppo.kl_loss_type == "k1":
-        raise ConfigError(
-            f"{checked.cite('ppo.kl_loss_type')}: as a loss, on-policy, k1 has a gradient of exactly zero in expectation. Use k2 "
-            "(reverse-KL gradient), k3 or low_var_kl; or charge k1 in the rewards with --kl-coef"
-        )
-    if ppo.kl_coef > 0 and not ppo.allow_double_kl:
-        raise ConfigError(
-            f"{checked.cite('ppo.kl_coef')} charges the KL in the rewards and {checked.cite('ppo.use_kl_loss')} charges it again "
-            "in the loss. Drop one of them, or say --allow-double-kl"
-        )
-
-
-def _check_kl_controller(checked: _Checked) -> None:
-    ppo = checked.config.ppo
-    if ppo.kl_controller == "fixed":
-        for key in ("ppo.kl_target", "ppo.kl_horizon", "ppo.kl_target_unit"):
-            if checked.values[key] != OPTION_BY_KEY[key].default:
-                raise ConfigError(f"{checked.cite(key)} is used only with --kl-controller adaptive. Add that, or leave it out")
-        return
-    adaptive = checked.cite("ppo.kl_controller")
-    if ppo.use_kl_loss:
-        raise ConfigError(f"{adaptive} steers the KL in the rewards; it is refused with {checked.cite('ppo.use_kl_loss')}")
-    if ppo.kl_target is None or ppo.kl_horizon is None:
-        raise ConfigError(
-            f"{adaptive} needs --kl-target and --kl-horizon, both above 0; found {checked.cite('ppo.kl_target')} and "
-            f"{checked.cite('ppo.kl_horizon')}"
-        )
-    if ppo.kl_coef == 0:
-        raise ConfigError(
-            f"{adaptive} multiplies beta, so it must start above 0; found {checked.cite('ppo.kl_coef')}. Set --kl-coef"
-        )
-
-
-def _check_schedule(checked: _Checked) -> None:
+def _check_schedule(checked: Checked) -> None:
     config = checked.config
     if config.ppo.num_critic_only_steps > config.run.num_rollout:
         raise ConfigError(
             f"{checked.cite('ppo.num_critic_only_steps')} is more than the run's {checked.cite('run.num_rollout')}. Lower it, or "
             "raise --num-rollout"
         )
-    for role in ROLE_NAMES:
+    for role in config.roles:
         settings = config.role(role)
         prefix = "critic-" if role == "critic" else ""
         if settings.min_lr > settings.lr:
@@ -323,7 +225,7 @@ def _check_schedule(checked: _Checked) -> None:
             )
 
 
-def _check_weight_bucket(checked: _Checked) -> None:
+def _check_weight_bucket(checked: Checked) -> None:
     cluster, bucket = checked.config.cluster, checked.config.rollout.weight_bucket_bytes
     # a bucket on its way and the rollout's columns must fit together; a cluster that is joined has its own store
     if cluster.ray_address in (None, "local") and bucket > cluster.object_store_bytes // 2:
@@ -333,7 +235,7 @@ def _check_weight_bucket(checked: _Checked) -> None:
         )
 
 
-def _check_eval(checked: _Checked) -> None:
+def _check_eval(checked: Checked) -> None:
     if checked.config.eval.eval_interval > 0 and checked.config.eval.eval_prompt_data is None:
         raise ConfigError(
             f"{checked.cite('eval.eval_interval')} needs --eval-prompt-data: a file of held-out prompts. Give one, or set "

@@ -4,7 +4,6 @@ from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
 from slime_ppo.config.memory_plan import engine_memory, role_memory
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.config.roles import ROLE_NAMES
 from slime_ppo.config.root import Config
 
 _MEMORY_COLUMNS = ("params", "grads", "optimizer", "activations", "logits", "total", "host copies")
@@ -24,17 +23,17 @@ def dry_run_report(config: Config, shape: ModelShape, *, critic_shape: ModelShap
 
 
 def bundle_tenants(config: Config) -> list[tuple[str, ...]]:
-    """Who lives on each bundle of the placement group: rank i of either role on bundle i, the engine on bundle 0."""
+    """Who lives on each bundle of the placement group: rank i of a role on bundle i, the engine on bundle 0."""
     tenants = []
     for bundle in range(config.num_bundles):
-        ranks = [f"{role} rank {bundle}" for role in ROLE_NAMES if bundle < config.role(role).num_ranks]
+        ranks = [f"{role} rank {bundle}" for role in config.roles if bundle < config.role(role).num_ranks]
         tenants.append((*ranks, "rollout engine") if bundle == 0 else tuple(ranks))
     return tenants
 
 
 def placement_text(config: Config) -> str:
     """A line per bundle."""
-    roles = [config.role(role) for role in ROLE_NAMES]
+    roles = [config.role(role) for role in config.roles]
     head = [
         f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = TP {one.tp_size} x DP {one.dp_size}"
         for one in roles
@@ -52,8 +51,8 @@ def placement_text(config: Config) -> str:
 
 def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelShape) -> str:
     rows: list[tuple[str, ...]] = [("", *_MEMORY_COLUMNS)]
-    for role, shape in zip(ROLE_NAMES, (actor_shape, critic_shape), strict=True):
-        one = role_memory(config, shape, role)
+    for role in config.roles:
+        one = role_memory(config, critic_shape if role == "critic" else actor_shape, role)
         numbers = (one.params, one.grads, one.optimizer, one.activations, one.logits, one.total, one.host)
         rows.append((role, *map(_size, numbers)))
     weights, cache = engine_memory(config, actor_shape)

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -21,10 +21,10 @@ _SHAPE_FIELDS = tuple(field.name for field in fields(ModelShape) if field.name !
 
 @dataclass(frozen=True)
 class RunShapes:
-    """The shapes of both trained models; the reference has the actor's."""
+    """The shapes of the trained models; the reference has the actor's. `critic` is None in a run without one."""
 
     actor: ModelShape
-    critic: ModelShape
+    critic: ModelShape | None
 
 
 def preflight(config: Config) -> RunShapes:
@@ -36,15 +36,16 @@ def preflight(config: Config) -> RunShapes:
     try:
         actor = ModelShape.from_hf_folder(config.model.hf_checkpoint)
         reference = ModelShape.from_hf_folder(config.model.ref_folder)
-        critic = ModelShape.from_hf_folder(config.role("critic").hf_folder)
-        for folder in {config.model.hf_checkpoint, config.model.ref_folder, config.role("critic").hf_folder}:
+        critic = ModelShape.from_hf_folder(config.role("critic").hf_folder) if config.has_critic else None
+        for folder in {config.model.ref_folder, *(config.role(role).hf_folder for role in config.roles)}:
             check_weight_files(Path(folder))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     check_model_shape(config, actor, "actor")
-    check_model_shape(config, critic, "critic")
     _check_same(actor, reference, _SHAPE_FIELDS, f"--ref-load {config.model.ref_folder}", config.model.hf_checkpoint)
-    _check_same(actor, critic, ("vocab_size",), f"--critic-load {config.role('critic').hf_folder}", config.model.hf_checkpoint)
+    if critic is not None:
+        check_model_shape(config, critic, "critic")
+        _check_same(actor, critic, ("vocab_size",), f"--critic-load {config.role('critic').hf_folder}", config.model.hf_checkpoint)
     return RunShapes(actor, critic)
 
 
@@ -56,14 +57,16 @@ def check_files(config: Config) -> None:
     """
     _check_model_folder("--hf-checkpoint", config.model.hf_checkpoint)
     _check_model_folder("--ref-load", config.model.ref_folder)
-    _check_model_folder("--critic-load", config.role("critic").hf_folder)
+    if config.has_critic:
+        _check_model_folder("--critic-load", config.role("critic").hf_folder)
     _check_prompt_file("--prompt-data", config.data.prompt_data)
     if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
         _check_prompt_file("--eval-prompt-data", config.eval.eval_prompt_data)
     _check_folders_apart(config)
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
-    _check_writable("--critic-save", config.role("critic").save_folder)
+    if config.has_critic:
+        _check_writable("--critic-save", config.role("critic").save_folder)
 
 
 def _check_same(left: ModelShape, right: ModelShape, names: tuple[str, ...], flag: str, actor_folder: str) -> None:
@@ -105,18 +108,27 @@ def _check_folders_apart(config: Config) -> None:
     """The run folder is no input, and the two folders that are replaced as a whole hold nothing that must stay."""
     run, inputs = os.path.realpath(config.run.save), _inputs(config)
     _check_not_above("--save", run, {flag: path for flag, path in inputs.items() if os.path.realpath(path) == run})
-    critic_save = config.role("critic").save_folder
-    critic, hf = os.path.realpath(critic_save), os.path.realpath(config.role("actor").save_folder)
-    for taken in (hf, *map(str, staging_folders(Path(hf))), *(os.path.join(run, name) for name in _RUN_FOLDERS)):
-        if _holds(taken, critic):
-            raise ConfigError(
-                f"--critic-save {critic_save} is in {taken}, where the run saves something else: one would overwrite the other. "
-                "Give the critic a folder of its own (default: <save>/critic)"
-            )
-    for flag, folder in (("--save (its hf folder)", hf), ("--critic-save", critic)):
+    hf = os.path.realpath(config.role("actor").save_folder)
+    replaced = {"--save (its hf folder)": hf}
+    if config.has_critic:
+        taken = (hf, *map(str, staging_folders(Path(hf))), *(os.path.join(run, name) for name in _RUN_FOLDERS))
+        replaced["--critic-save"] = _critic_folder(config.role("critic").save_folder, taken)
+    for flag, folder in replaced.items():
         _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
         if config.model.save_hf:
             _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite)
+
+
+def _critic_folder(folder: str, taken: Iterable[str]) -> str:
+    """The real path of the critic's folder, which must not lie in any of `taken`."""
+    critic = os.path.realpath(folder)
+    for other in taken:
+        if _holds(other, critic):
+            raise ConfigError(
+                f"--critic-save {folder} is in {other}, where the run saves something else: one would overwrite the other. "
+                "Give the critic a folder of its own (default: <save>/critic)"
+            )
+    return critic
 
 
 def _inputs(config: Config) -> dict[str, str]:
@@ -124,9 +136,10 @@ def _inputs(config: Config) -> dict[str, str]:
     paths = {
         "--hf-checkpoint": config.model.hf_checkpoint,
         "--ref-load": config.model.ref_folder,
-        "--critic-load": config.role("critic").hf_folder,
         "--prompt-data": config.data.prompt_data,
     }
+    if config.has_critic:
+        paths["--critic-load"] = config.role("critic").hf_folder
     if config.eval.eval_prompt_data is not None:
         paths["--eval-prompt-data"] = config.eval.eval_prompt_data
     return paths

@@ -27,6 +27,14 @@ class RolloutConfig:
     rollout_top_k: int = option(
         0, help="sample among the k likeliest tokens; 0 or -1 = off. The trainer uses the recorded support", at_least=-1
     )
+    rollout_min_p: float = option(
+        0.0,
+        help="sample among tokens with at least this share of the likeliest one's probability; 0 = off. The trainer uses the "
+        "recorded support",
+        at_least=0,
+        below=1,
+        why="At 1 the support is the likeliest token alone, whose log-prob is 0 whatever the weights are",
+    )
     max_logprob_gap: float = option(
         0.0,
         help="stop the run when |engine - trainer| log-prob of a token, before any update, passes this; 0 = off",
@@ -53,4 +61,14 @@ class RolloutConfig:
     @property
     def restricted(self) -> bool:
         """True when the sampler draws from fewer tokens than the vocabulary, so that its support must be recorded."""
-        return self.rollout_top_p < 1 or self.sampler_top_k > 0
+        return bool(self.restrictions)
+
+    @property
+    def restrictions(self) -> tuple[str, ...]:
+        """The options that restrict the sampler."""
+        on = {
+            "rollout_top_p": self.rollout_top_p < 1,
+            "rollout_top_k": self.sampler_top_k > 0,
+            "rollout_min_p": self.rollout_min_p > 0,
+        }
+        return tuple(name for name, restricts in on.items() if restricts)

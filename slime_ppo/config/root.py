@@ -6,6 +6,7 @@ from typing import Any
 
 from slime_ppo.config.batch import BatchConfig
 from slime_ppo.config.cluster import ClusterConfig
+from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.critic import CriticConfig
 from slime_ppo.config.data import DataConfig
 from slime_ppo.config.eval import EvalConfig
@@ -15,7 +16,7 @@ from slime_ppo.config.optimizer import OptimizerConfig
 from slime_ppo.config.parallel import ParallelConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.config.reward import RewardConfig
-from slime_ppo.config.roles import RoleName, RoleSettings
+from slime_ppo.config.roles import ROLE_NAMES, RoleName, RoleSettings
 from slime_ppo.config.rollout import RolloutConfig
 from slime_ppo.config.run import RunConfig
 from slime_ppo.config.tracking import TrackingConfig
@@ -34,6 +35,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -41,6 +43,16 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        """True when the advantage estimator reads values; otherwise nothing of a critic is started, checked or saved."""
+        return self.ppo.needs_critic
+
+    @property
+    def roles(self) -> tuple[RoleName, ...]:
+        """The trained roles of this run."""
+        return ROLE_NAMES if self.has_critic else ("actor",)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -65,32 +77,12 @@ class Config:
     @property
     def planned_critic_steps(self) -> int:
         """Optimizer steps of the critic in the whole run."""
-        return self.steps_per_rollout * self.run.num_rollout
-
-    @property
-    def actor_ranks(self) -> int:
-        """World size of the actor."""
-        return self.role("actor").num_ranks
-
-    @property
-    def critic_ranks(self) -> int:
-        """World size of the critic."""
-        return self.role("critic").num_ranks
-
-    @property
-    def actor_dp_size(self) -> int:
-        """Data-parallel size of the actor."""
-        return self.role("actor").dp_size
-
-    @property
-    def critic_dp_size(self) -> int:
-        """Data-parallel size of the critic."""
-        return self.role("critic").dp_size
+        return self.steps_per_rollout * self.run.num_rollout if self.has_critic else 0
 
     @property
     def num_bundles(self) -> int:
-        """Bundles of the placement group that actor, critic and rollout share."""
-        return max(self.actor_ranks, self.critic_ranks)
+        """Bundles of the placement group that the roles and the rollout share: one per rank of the larger role."""
+        return max(self.role(role).num_ranks for role in self.roles)
 
     @property
     def eval_max_response_len(self) -> int:

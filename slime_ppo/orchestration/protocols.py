@@ -46,11 +46,13 @@ class TrainGroup(Tenant, Protocol):
         ...
 
     def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
-        """The actor's old log-probs, entropy, and the reference's log-probs."""
+        """The actor's old log-probs, entropy, the reference's log-probs, and the weights and rejections of the rollout
+        correction."""
         ...
 
     def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
-        """The critic's values, token rewards, returns and advantages."""
+        """Token rewards, returns and advantages, and with a critic its values: asked of the critic where there is one, else
+        of the actor."""
         ...
 
     def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:

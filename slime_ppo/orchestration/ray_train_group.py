@@ -67,7 +67,7 @@ class RayTrainGroup:
 
     def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
         answers = [rank.compute_advantages.remote(kl_coef, handle.batch, *handle.parts) for rank in self.ranks]
-        return self._columns(handle, answers, "values and advantages")
+        return self._columns(handle, answers, "advantages")
 
     def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
         rates = tuple(learning_rates)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import ray
 
+from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.parallel.worker_settings import DeviceKind, WorkerSettings
@@ -103,11 +104,11 @@ class RankProcess(Process):
         return init_method
 
     @_logged
-    def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, temperature: float) -> None:
+    def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, correction: CorrectionConfig, temperature: float) -> None:
         """Join the other ranks and build the policy. All ranks of the actor are called together."""
         from slime_ppo.backends.megatron.actor import ActorRole
 
-        self._actor = ActorRole(settings, ppo, temperature)
+        self._actor = ActorRole(settings, ppo, correction, temperature)
         self._build_exporter()
 
     @_logged
@@ -126,7 +127,8 @@ class RankProcess(Process):
     @_logged
     @_two_results
     def compute_advantages(self, kl_coef: float, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
-        return _present(self._critic).compute_advantages(batch.with_parts(parts), kl_coef)
+        """Of the critic, or of an actor that trains without one."""
+        return self._role.compute_advantages(batch.with_parts(parts), kl_coef)
 
     @_logged
     def train(self, plan: StepPlan, learning_rates: Sequence[float], batch: RolloutBatch, *parts: ColumnPart | None) -> list[Stats]:

@@ -24,6 +24,8 @@ _ACTOR_NAMES = {
     "grad_norm": "grad_norm",
     "lr": "lr-pg_0",
     "num_tokens": "num_tokens",
+    "denominator_tokens": "denominator_tokens",
+    "denominator_trajectories": "denominator_trajectories",
 }
 _CRITIC_NAMES = {
     "value_loss": "critic-value_loss",
@@ -31,6 +33,14 @@ _CRITIC_NAMES = {
     "grad_norm": "critic-grad_norm",
     "lr": "critic-lr",
     "num_tokens": "critic-num_tokens",
+    "denominator_tokens": "critic-denominator_tokens",
+    "denominator_trajectories": "critic-denominator_trajectories",
+}
+# of the passes before the updates: figures of the critic, and second names
+_TRAINING_NAMES = {"explained_variance": "train/critic-explained_variance"}
+_SECOND_NAMES = {
+    "logprob_gap_mean": "train/train_rollout_logprob_abs_diff",
+    "logprob_gap_max": "train/train_rollout_logprob_abs_diff_max",
 }
 
 
@@ -54,10 +64,18 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
-    """What the passes before the updates measured."""
-    found = advantages.result()
-    explained = {"train/critic-explained_variance": found.pop("explained_variance")} if "explained_variance" in found else {}
-    return prefixed("rollout", log_probs.result() | found) | explained
+    """What the passes before the updates measured.
+
+    The gap to the engine has the name that users of Megatron RL trainers know, too.
+    """
+    found = log_probs.result() | advantages.result()
+    metrics = {name: found.pop(stat) for stat, name in _TRAINING_NAMES.items() if stat in found}
+    metrics |= {name: found[stat] for stat, name in _SECOND_NAMES.items() if stat in found}
+    if "ess_n" in found:
+        rho_sum, rho_square_sum, count = (found.pop(name) for name in ("ess_rho", "ess_rho2", "ess_n"))
+        if count:
+            found["ess"] = rho_sum**2 / (count * rho_square_sum)
+    return prefixed("rollout", found) | metrics
 
 
 def training_metrics(actor: Sequence[Stats], critic: Sequence[Stats]) -> dict[str, float]:
@@ -71,7 +89,8 @@ def training_metrics(actor: Sequence[Stats], critic: Sequence[Stats]) -> dict[st
     if actor:
         metrics["train/early_stopped_steps"] = float(sum(is_early_stopped(step) for step in actor))
         metrics["train/skipped_steps"] = float(sum(is_skipped(step) for step in actor))
-    metrics["train/critic-skipped_steps"] = float(sum(is_skipped(step) for step in critic))
+    if critic:
+        metrics["train/critic-skipped_steps"] = float(sum(is_skipped(step) for step in critic))
     return metrics
 
 
@@ -88,22 +107,24 @@ def is_early_stopped(step: Stats) -> bool:
 def step_records(
     first_step: int, actor: Sequence[Stats], critic: Sequence[Stats], *, metrics: Mapping[str, float]
 ) -> tuple[Mapping[str, float], ...]:
-    """One mapping per optimizer step, for the console and the report; policy names are absent in critic-only rollouts.
+    """One mapping per optimizer step, for the console and the report; policy names are absent in critic-only rollouts, the
+    critic's in runs without one.
 
     The explained variance is the rollout's, from before its first step.
     """
     explained = "train/critic-explained_variance"
     records: list[dict[str, float]] = []
-    for index, critic_step in enumerate(critic):
+    for index in range(max(len(actor), len(critic))):
         record = {"step": float(first_step + index)}
         if actor:
             found = actor[index].result()
             record |= {
                 name: found[name] for name in ("pg_loss", "ppo_kl", "pg_clipfrac", "entropy", "grad_norm", "lr") if name in found
             }
-        found = critic_step.result()
-        record |= {"value_loss": found["value_loss"]} if "value_loss" in found else {}
-        record |= {"critic_grad_norm": found["grad_norm"]} if "grad_norm" in found else {}
-        record |= {"explained_variance": metrics[explained]} if explained in metrics else {}
+        if critic:
+            found = critic[index].result()
+            record |= {"value_loss": found["value_loss"]} if "value_loss" in found else {}
+            record |= {"critic_grad_norm": found["grad_norm"]} if "grad_norm" in found else {}
+            record |= {"explained_variance": metrics[explained]} if explained in metrics else {}
         records.append(record)
     return tuple(records)

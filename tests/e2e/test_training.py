@@ -95,6 +95,29 @@ def test_restricted_sampler_with_adaptive_kl_trains_on_recorded_supports(joined_
     assert betas[2] == pytest.approx(0.02 * (1 - 0.2 * 16 / 64))
 
 
+def test_critic_free_run_with_correction_trains_the_actor_alone(joined_runs: Runs, tmp_path: Path) -> None:
+    flags = (
+        "--advantage-estimator", "grpo", "--num-critic-only-steps", "0", "--num-rollout", "3",
+        "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-min-p", "0.02",
+        "--policy-loss", "gspo", "--eps-clip", "null", "--rollout-correction", "tis", "--rollout-rejection", "geometric",
+        "--kl-coef", "0", "--use-kl-loss", "--kl-loss-coef", "0.02",
+    )  # fmt: skip
+    code, output = joined_runs.finish(tmp_path / "run", *SMALL, *flags)
+    assert code == 0, output
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").glob("*-0.log")) == ["actor-0.log"]
+    assert "--critic-lr 0.001 has no effect" in output
+    steps = [line for line in output.splitlines() if line.startswith("  step")]
+    assert len(steps) == 6 and all("pg " in line and "critic" not in line for line in steps)
+    for rollout in metrics_of(tmp_path / "run"):
+        assert not [name for name in rollout if "critic" in name or name == "rollout/values"]
+        # the engine holds the actor's weights: every ratio is 1 up to rounding, nothing is rejected
+        assert rollout["train/train_rollout_logprob_abs_diff"] == rollout["rollout/logprob_gap_mean"] <= GAP
+        assert rollout["rollout/ess"] == pytest.approx(1.0, abs=1e-6)
+        assert (rollout["rollout/rejected_samples"], rollout["train/denominator_trajectories"]) == (0.0, 16.0)
+        assert abs(rollout["rollout/advantages"]) < 1.0
+        assert rollout["train/grad_norm"] > 0 and rollout["train/ppo_kl"] > 0 and rollout["train/kl_loss"] >= 0
+
+
 def test_turns_keep_one_tenant_awake_except_for_weight_sync(one_rank: Path) -> None:
     log = (one_rank / "logs" / "driver.log").read_text(encoding="utf-8")
     events = re.findall(r"turns (wake|offload) (\w+): [\d.]+ MB -> ([\d.]+) MB", log)

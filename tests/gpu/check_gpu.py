@@ -56,7 +56,7 @@ def run_roles(device: str, name: str, folder: Path, out: Path) -> None:
     settings = {role: case.settings(0, role) for role in ("actor", "critic")}
     settings = {role: replace(one, rank=replace(one.rank, device=device)) for role, one in settings.items()}
     started = perf_counter()
-    actor = ActorRole(settings["actor"], case.ppo, case.temperature)
+    actor = ActorRole(settings["actor"], case.ppo, case.correction, case.temperature)
     with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device(device)):
         critic = CriticRole(settings["critic"], case.ppo)
     batch, plan = make_batch(restricted=restricted), make_plan()

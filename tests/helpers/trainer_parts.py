@@ -16,10 +16,10 @@ from slime_ppo.rewards.runner import RewardOutcome
 from slime_ppo.rollout.engine import NO_VERSION
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
-from slime_ppo.tracking.clock import RunClock
+from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, RunClock
 from slime_ppo.trainer import TrainerParts
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 
@@ -106,11 +106,12 @@ class ScriptedEngine:
 
     def _result(self, request: GenerateRequest) -> GenerateResult:
         ids, finish = self.answer(request)
+        recorded = request.sampling.restricted and not request.sampling.greedy
         return GenerateResult(
             sample_id=request.sample_id,
             response_ids=np.array(ids, np.int32),
             log_probs=np.full(len(ids), -0.5, np.float32),
-            support=None,
+            support=Support(np.array(ids, np.int32), np.ones(len(ids), np.int32)) if recorded else None,
             finish=finish,
             weight_version=self.version,
         )
@@ -220,7 +221,7 @@ class NumberTokenizer:
 
 @dataclass
 class Parts:
-    """The recording parts by name, and `trainer_parts` for the loop."""
+    """The recording parts by name, and `trainer_parts` for the loop. Nobody asks the critic when the estimator needs none."""
 
     config: Config
     num_heldout: int = 0
@@ -234,14 +235,15 @@ class Parts:
         self.tracker = RecordingTracker(self.journal)
 
     def trainer_parts(self) -> TrainerParts:
-        clock = RunClock()
-        tenants = {"actor": self.actor, "critic": self.critic, "rollout": RolloutTenant(self.journal)}
+        clock = RunClock(PHASES if self.config.has_critic else CRITIC_FREE_PHASES)
+        has_critic = self.config.has_critic
+        tenants = {"actor": self.actor, "rollout": RolloutTenant(self.journal)} | ({"critic": self.critic} if has_critic else {})
         tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
         prompts: Any = self.prompts
         return TrainerParts(
             actor=self.actor,
-            critic=self.critic,
+            critic=self.critic if has_critic else None,
             turns=DeviceTurns(tenants, offload=self.config.cluster.offload, on_time=clock.add),
             sync=RecordingSync(self.journal, self.engine),
             samples=SampleBuilder(

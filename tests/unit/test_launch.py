@@ -1,10 +1,15 @@
-"""What the launcher does to a run folder."""
+"""What the launcher does to a run folder, and what it starts the roles with."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
-from slime_ppo.launch import _claim_run_folder
+from slime_ppo.config.roles import RoleName
+from slime_ppo.launch import _claim_run_folder, _start_role
+from slime_ppo.orchestration.worker_settings import worker_settings
 from tests.helpers.configs import make_config
 
 
@@ -24,3 +29,23 @@ def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) ->
     (tmp_path / "tensorboard").mkdir()
     _claim_run_folder(make_config(run__save=str(tmp_path), tracking__use_tensorboard=True))
     assert not (tmp_path / "tensorboard").exists()
+
+
+class RecordingGroup:
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.started: list[tuple[str, list[Sequence[object]]]] = []
+
+    def start(self, method: str, arguments: Sequence[Sequence[object]]) -> list[object]:
+        self.started.append((method, list(arguments)))
+        return []
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_start_role_gives_each_rank_the_sections_that_its_role_reads(role: RoleName) -> None:
+    config = make_config(parallel__actor_num_gpus_per_node=2, correction__mode="tis", rollout__rollout_temperature=0.7)
+    ranks = worker_settings(config, role, init_method="tcp://here", device="cpu")
+    group: Any = RecordingGroup(role)
+    assert _start_role(config, group, ranks) == []
+    read = (config.ppo, config.correction, 0.7) if role == "actor" else (config.ppo,)
+    assert group.started == [(f"start_{role}", [(rank, *read) for rank in ranks])]

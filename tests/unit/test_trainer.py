@@ -10,6 +10,7 @@ from slime_ppo.config.fields import Value
 from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.errors import NumericsError, RewardError, RolloutError
+from slime_ppo.tracking.console import step_line
 from slime_ppo.trainer import PpoTrainer
 from slime_ppo.types.sample import FinishReason, GenerateRequest
 from slime_ppo.types.stats import Stats
@@ -103,6 +104,53 @@ def test_run_saves_both_roles_at_the_end_each_in_its_own_turn() -> None:
     end = parts.journal[parts.journal.index("log") + 1 :]
     assert end == ["save actor in run-folder/hf", "offload actor", "wake critic", "save critic in critic-folder"]
     assert not any("save" in line for line in run(Parts(small(run__num_rollout=1))).journal)
+
+
+# without a critic
+
+GRPO: dict[str, Value] = {"ppo__advantage_estimator": "grpo", "rollout__n_samples_per_prompt": 2, "rollout__rollout_batch_size": 2}
+
+
+def test_run_without_a_critic_asks_the_actor_for_advantages_in_one_turn() -> None:
+    parts = run(Parts(small(**GRPO, model__save_hf=True)))
+    actor_turn = ["offload rollout", "wake actor", "actor log-probs", "actor advantages", "actor train", "log"]
+    assert parts.journal == [
+        *("connect", "wake actor", "wake rollout", "push 0", "offload actor", "generate", "reward", *actor_turn),
+        *("wake rollout", "push 1", "offload actor", "generate", "reward", *actor_turn),
+        "save actor in run-folder/hf",
+    ]
+    assert [record.critic_only for record in parts.tracker.records] == [False, False]
+
+
+def test_run_without_a_critic_reports_no_figure_of_one() -> None:
+    parts = Parts(small(**GRPO, run__num_rollout=1))
+    parts.actor.advantage_stats.add_mean("advantages", 1.0, 4)
+    parts.actor.outcomes = lambda rollout_id, step: step_stats(pg_clipfrac=0.25, entropy=2.0)
+    [record] = run(parts).tracker.records
+    assert not [name for name in (*record.metrics, *record.phases) if "critic" in name or "values" in name]
+    assert (record.metrics["rollout/advantages"], record.metrics["train/pg_clipfrac"]) == (0.25, 0.25)
+    assert record.steps == ({"step": 0.0, "pg_clipfrac": 0.25, "entropy": 2.0}, {"step": 1.0, "pg_clipfrac": 0.25, "entropy": 2.0})
+    assert "critic" not in "".join(step_line(step) for step in record.steps)
+    assert "perf/advantages_time" in record.metrics
+
+
+def test_run_without_a_critic_charges_beta_through_the_actor() -> None:
+    config = small(
+        ppo__advantage_estimator="reinforce_plus_plus", ppo__kl_coef=0.1, ppo__kl_controller="adaptive",
+        ppo__kl_target=1.0, ppo__kl_horizon=8,
+    )  # fmt: skip
+    parts = Parts(config)
+    parts.actor.log_prob_stats.add_mean("kl_trajectory", 8.0, 4)
+    assert run(parts).actor.betas == pytest.approx([0.1, 0.11], rel=1e-12)  # 2 nats, target 1: +20%, halved by 4 of 8
+
+
+def test_skipped_steps_of_a_run_without_a_critic_stop_it_and_learning_rates_advance() -> None:
+    parts = Parts(linear_rates(**GRPO, run__num_rollout=9, ppo__max_skipped_steps=4))
+    parts.actor.outcomes = lambda rollout_id, step: step_stats(skipped=rollout_id > 0)
+    with pytest.raises(NumericsError, match="4 optimizer steps of the actor in a row"):
+        run(parts)
+    assert steps_told_by(parts.actor.rates, 1.0) == [[0, 1], [2, 3], [4, 5]]
+    assert parts.tracker.metric("train/skipped_steps") == [0.0, 2.0, 2.0]
 
 
 # plans and learning rates
@@ -235,6 +283,13 @@ def test_skipped_steps_early_stops_neither_count_nor_end_the_row() -> None:
     assert len(parts.tracker.records) == 3  # one that counts per rollout
 
 
+def test_logprob_gap_that_was_not_measured_stops_nothing() -> None:
+    """With --use-rollout-log-probs the engine's log-probs are the old ones."""
+    parts = Parts(small(run__num_rollout=1, rollout__max_logprob_gap=1e-9))
+    parts.actor.log_prob_stats.add_max("another", 1.0)
+    assert len(run(parts).tracker.records) == 1
+
+
 @pytest.mark.parametrize(("limit", "stops"), [(1e-3, True), (3e-3, False), (0.0, False)])
 def test_logprob_gap_beyond_its_limit_stops_before_any_update(limit: float, stops: bool) -> None:
     parts = Parts(small(run__num_rollout=1, rollout__max_logprob_gap=limit))
@@ -331,10 +386,12 @@ def test_evaluation_is_greedy_and_training_samples_as_configured() -> None:
     config = small(
         run__num_rollout=1, eval__eval_interval=1, eval__eval_max_response_len=9, rollout__n_samples_per_prompt=2,
         rollout__rollout_temperature=0.7, rollout__rollout_max_response_len=5, rollout__rollout_top_k=-1,
+        rollout__rollout_min_p=0.125,
     )  # fmt: skip
     training, heldout = run(Parts(config, num_heldout=3)).engine.requests
     assert len(training) == 8 and len(heldout) == 3
     assert {(r.sampling.temperature, r.sampling.max_new_tokens, r.sampling.top_k) for r in training} == {(0.7, 5, 0)}
+    assert {(r.sampling.top_p, r.sampling.min_p) for r in training} == {(1.0, 0.125)}
     assert {(r.sampling.temperature, r.sampling.max_new_tokens) for r in heldout} == {(0.0, 9)}
     assert {r.sampling.stop_token_ids for r in training + heldout} == {(3,)}
     assert not {r.seed for r in training} & {r.seed for r in heldout}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from slime_ppo.data.schedule import split_rows
 from slime_ppo.errors import EchoedError, NumericsError, SlimePpoError
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import masked_sum
-from slime_ppo.ppo_utils.denominator import make_denominator
+from slime_ppo.ppo_utils.denominator import Denominator, make_denominator
 from slime_ppo.ppo_utils.packed import require_finite
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart, RolloutBatch
@@ -96,7 +97,8 @@ class MegatronRole:
 def run_steps(
     plan: StepPlan, batch: RolloutBatch, learning_rates: Sequence[float], run: Callable[[Step, float, Stats], bool]
 ) -> list[Stats]:
-    """Call `run(step, lr, stats)` for each planned step that has a trainable token, until it returns True.
+    """Call `run(step, lr, stats)` for each planned step that has a trainable token of a sample that was not rejected, until it
+    returns True.
 
     Skipped steps say so in their statistics, with early_stopped = 1 where `run` has asked for it; every step reports its
     learning rate and its number of trainable tokens.
@@ -106,7 +108,7 @@ def run_steps(
     for step, lr in zip(plan.steps, learning_rates, strict=True):
         stats = Stats()
         trainable = int(batch.trainable_tokens[step.rows].sum())
-        if stopped or not trainable:
+        if stopped or not batch.kept_tokens[step.rows].any():
             stats.add_value("skipped", 1.0)
             stats.add_value("early_stopped", float(stopped))
         else:
@@ -117,25 +119,34 @@ def run_steps(
     return results
 
 
-def sample_weights(batch: RolloutBatch, step: Step, ppo: PpoConfig) -> np.ndarray:
-    """What a trainable token of each sample counts in the step's loss, float64 [S]; 0 for samples of other steps.
+@dataclass(frozen=True)
+class StepDenominator:
+    """What the losses of one role are divided by in one step; `rows` are the step's samples, in the order of `whole`.
 
-    Made from the whole step, before it is cut into ranks and micro-batches (SEMANTICS 9).
+    Made from the whole step, rejected samples included, before it is cut into ranks and micro-batches (SEMANTICS 9).
     """
-    denominator = make_denominator(
-        batch.trainable_tokens[step.rows],
-        batch.trajectory_ids[step.rows],
-        mode=ppo.loss_reduction,
-        length_norm=ppo.loss_length_norm,
-    )
-    weights = np.zeros(batch.num_samples)
-    weights[step.rows] = denominator.sample_weights
-    return weights
 
+    whole: Denominator
+    rows: np.ndarray
 
-def token_weights(weights: np.ndarray, micro_batch: MicroBatch) -> torch.Tensor:
-    """The weight of each response token of the micro-batch, [N]."""
-    return torch.tensor(np.repeat(weights[micro_batch.rows], micro_batch.batch.response_lens), device=micro_batch.device)
+    @staticmethod
+    def of(batch: RolloutBatch, step: Step, ppo: PpoConfig) -> "StepDenominator":
+        whole = make_denominator(
+            batch.trainable_tokens[step.rows],
+            batch.trajectory_ids[step.rows],
+            mode=ppo.reduction,
+            length_norm=ppo.loss_length_norm,
+        )
+        return StepDenominator(whole, step.rows)
+
+    def seen_by(self, micro_batch: MicroBatch) -> Denominator:
+        """The step's denominator for the samples of one micro-batch."""
+        order = np.argsort(self.rows)
+        return self.whole.select(order[np.searchsorted(self.rows, micro_batch.rows, sorter=order)])
+
+    def report(self, stats: Stats) -> None:
+        stats.add_value("denominator_tokens", self.whole.num_tokens)
+        stats.add_value("denominator_trajectories", self.whole.num_trajectories)
 
 
 def add_token_means(stats: Stats, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:

@@ -19,6 +19,9 @@ const CHARTS = [
     series: [{ key: "train/grad_norm", name: "actor", color: "--c3" }, { key: "train/critic-grad_norm", name: "critic", color: "--c2" }] },
   { title: "Policy moved per update", sub: "KL of the old to the new policy, nats per token", zero: true,
     series: [{ key: "train/ppo_kl", name: "KL", color: "--c1" }] },
+  // a flat line at 1 tells nothing
+  { title: "Effective sample size", sub: "share of the tokens that count after the engine–trainer ratio", zero: true, below: 0.999,
+    series: [{ key: "rollout/ess", name: "share", color: "--c4" }] },
 ];
 const TIME_CHART = { title: "Time per phase", sub: "seconds of each rollout", size: "full", height: 230, zero: true, show: formatSeconds };
 const MARGIN = { left: 46, right: 14, top: 10, bottom: 24 };
@@ -184,6 +187,8 @@ function legendEntries(spec) {
     .map((series) => ({ name: series.name, color: `var(${series.color})`, values: metric(series.key), box: false, sparse: series.sparse }));
 }
 
+const worthShowing = (spec, value) => (!spec.log || value > 0) && (spec.below === undefined || value < spec.below);
+
 // A sparse series shows its latest value up to the cursor.
 function valueAt(entry, index) {
   let i = index;
@@ -270,7 +275,7 @@ function buildCharts() {
   }
   hint.textContent = "By rollout. Point at a chart, or focus it and press ← →, to read every chart at that rollout.";
   if (criticOnlySpans().length) hint.append(" ", element("span", { class: "key" }), "only the critic trains");
-  const shown = CHARTS.filter((spec) => spec.series.some((series) => points(series.key).some(([, value]) => !spec.log || value > 0)));
+  const shown = CHARTS.filter((spec) => spec.series.some((series) => points(series.key).some(([, value]) => worthShowing(spec, value))));
   shown.forEach((spec, i) => {
     box.append(buildChart(spec));
     if (i === 0) box.append(...notesCard());

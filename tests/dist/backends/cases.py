@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings, ModelSettings, OptimizerSettings, RankSettings, WorkerSettings
@@ -30,6 +31,7 @@ class Case:
     critic_folder: str
     ref_folder: str | None
     ppo: PpoConfig
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     temperature: float = 1.0
     layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(num_ranks=1))
     batching: BatchSettings = field(default_factory=lambda: BatchSettings(micro_batch_size=3, max_tokens=None))
@@ -87,7 +89,7 @@ def make_folders(root: Path, *, tie: bool) -> tuple[str, str, str]:
 
 
 def make_batch(*, restricted: bool = False, seed: int = 0) -> RolloutBatch:
-    """Variable lengths, masked stretches, a sample without a trainable token (row 3), one cut by length (row 1)."""
+    """Variable lengths, masked stretches, a sample without a trainable token (row 3), one cut by length (row 1), two groups."""
     rng = np.random.default_rng(seed)
     num, tokens = len(PROMPT_LENS), sum(RESPONSE_LENS)
     mask = rng.random(tokens) > 0.25
@@ -100,7 +102,7 @@ def make_batch(*, restricted: bool = False, seed: int = 0) -> RolloutBatch:
     batch = RolloutBatch(
         rollout_id=5,
         sample_ids=np.arange(num) + 70,
-        group_ids=np.arange(num),
+        group_ids=np.array([20, 20, 21, 20, 21, 21, 21]),
         trajectory_ids=np.array([0, 1, 2, 3, 4, 2, 6]),
         prompt_lens=np.array(PROMPT_LENS),
         response_lens=np.array(RESPONSE_LENS),

@@ -19,9 +19,9 @@ from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
 from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
 from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
 from slime_ppo.backends.megatron.model import first_layer, load_hf_weights  # noqa: E402
-from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.backends.megatron.optimizer import StepOutcome  # noqa: E402
 from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
+from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
 from slime_ppo.errors import ConversionError  # noqa: E402
@@ -46,20 +46,26 @@ class RoleReport:
 
 @dataclass(frozen=True)
 class Report:
-    """One iteration."""
+    """One iteration; `critic` is None when the advantages need none."""
 
     columns: dict[str, np.ndarray]
     log_prob_stats: dict[str, float]
     advantage_stats: dict[str, float]
     actor: RoleReport
-    critic: RoleReport
+    critic: RoleReport | None
+
+
+def _start_actor(case: Case) -> ActorRole:
+    """The actor brings up the ranks as in production."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return ActorRole(case.settings(rank, "actor"), case.ppo, case.correction, case.temperature)
 
 
 def _start(case: Case) -> tuple[ActorRole, CriticRole]:
-    """Both roles in this process: the actor brings up the ranks as in production, the critic joins what stands."""
+    """Both roles in this process: the critic joins what the actor has brought up."""
     rank = dist.get_rank()
-    dist.destroy_process_group()
-    actor = ActorRole(case.settings(rank, "actor"), case.ppo, case.temperature)
+    actor = _start_actor(case)
     with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device("cpu")):
         return actor, CriticRole(case.settings(rank, "critic"), case.ppo)
 
@@ -165,24 +171,25 @@ def iteration(case: Case, batch: RolloutBatch, plan: StepPlan, noise: float = 0.
     `noise` moves old log-probs and values after they were computed, alike in every layout, so that ratios and values of the
     very first step reach their clips.
     """
-    actor, critic = _start(case)
+    actor, critic = _start(case) if case.ppo.needs_critic else (_start_actor(case), None)
     if case.offload_between:  # before the first step there is no optimizer state yet
-        _sleep(actor)
-        _sleep(critic)
+        for role in (actor, critic):
+            _sleep(role)
     batch, log_prob_stats = _merged(batch, *actor.compute_log_probs(batch))
-    batch, advantage_stats = _merged(batch, *critic.compute_advantages(batch, case.ppo.kl_coef))
+    batch, advantage_stats = _merged(batch, *(critic or actor).compute_advantages(batch, case.ppo.kl_coef))
     scored = batch
     if noise:
         rng = np.random.default_rng(9)
         moved = {
             name: filled(getattr(batch, name)) + (noise * rng.standard_normal(len(batch.loss_mask))).astype(np.float32)
             for name in ("old_log_probs", "values")
+            if getattr(batch, name) is not None
         }
         batch = batch.with_columns(**moved)
     names = ("old_log_probs", "old_full_log_probs", "ref_log_probs", "entropy", "values", "bootstrap_values")
-    names += ("token_rewards", "returns", "advantages")
-    columns = {name: getattr(scored, name) for name in names if getattr(scored, name) is not None}
-    critic_report = _train(critic, batch, plan, case)
+    names += ("token_rewards", "returns", "advantages", "rollout_weights", "rejected")
+    columns = {name: getattr(scored, name).astype(np.float32) for name in names if getattr(scored, name) is not None}
+    critic_report = None if critic is None else _train(critic, batch, plan, case)
     return Report(columns, log_prob_stats, advantage_stats, _train(actor, batch, plan, case), critic_report)
 
 
@@ -199,15 +206,25 @@ def train_actor_steps(case: Case, batch: RolloutBatch, plan: StepPlan) -> list[d
 
 
 def log_probs(case: Case, batch: RolloutBatch) -> dict[str, np.ndarray]:
-    """Old log-probs by sample id of this rank's samples."""
-    actor, _ = _start(case)
-    part, _ = actor.compute_log_probs(batch)
-    return {} if part is None else dict(part.columns)
+    """The columns of this rank's samples that the pass over log-probs makes."""
+    return score(case, batch)[0]
+
+
+def score(case: Case, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Columns and statistics of the pass over log-probs on this rank."""
+    part, stats = _start_actor(case).compute_log_probs(batch)
+    return {} if part is None else dict(part.columns), stats.result()
 
 
 def advantages(case: Case, batch: RolloutBatch) -> None:
     _, critic = _start(case)
     critic.compute_advantages(batch, case.ppo.kl_coef)
+
+
+def advantage_columns(case: Case, batch: RolloutBatch) -> dict[str, np.ndarray]:
+    """What this rank makes of a rollout whose log-probs are known, without a critic."""
+    part, _ = _start_actor(case).compute_advantages(batch, case.ppo.kl_coef)
+    return {} if part is None else dict(part.columns)
 
 
 def logits(case: Case, batch: RolloutBatch) -> np.ndarray:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
@@ -17,6 +18,7 @@ from slime_ppo.types.step_plan import StepPlan
 from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan
 from tests.dist.backends.compare import gradient_error, relative
 from tests.dist.backends.conftest import CaseMaker
+from tests.dist.backends.models import drawn_nearby
 from tests.helpers.rank_pool import RankPool
 
 NOISE = 0.2
@@ -52,6 +54,15 @@ CASES = {
         1.0,
     ),
 }
+# critic-free: both samples 5 and 6 are rejected, the whole third step with them; sample 2 shares the trajectory of sample 5
+CASES["rejecting"] = (
+    PpoConfig(
+        advantage_estimator="grpo", policy_loss="gspo", eps_clip=0.01, use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True
+    ),
+    True,
+    1.0,
+)
+REJECTING = CorrectionConfig(mode="icepop", level="sequence", low=0.8, high=1.4, rejection="sequence")
 LAYOUTS = {
     "one_rank_single": (ParallelLayout(1), BatchSettings(1, None)),
     "dp2": (ParallelLayout(2), BatchSettings(1, None)),
@@ -66,8 +77,15 @@ def one_rank_reports() -> dict[str, object]:
     return {}
 
 
+def _case(make_case: CaseMaker, name: str) -> Case:
+    ppo, tie, temperature = CASES[name]
+    return make_case(ppo, tie=tie, temperature=temperature, correction=REJECTING if name == "rejecting" else CorrectionConfig())
+
+
 def _run(pool: RankPool, case: Case, name: str) -> list:
     batch = make_batch(restricted=name == "support")
+    if name == "rejecting":
+        batch = drawn_nearby(batch, case.actor_folder, case.temperature)
     return pool.run(f"{RANKS}:iteration", world=case.layout.num_ranks, case=case, batch=batch, plan=make_plan(), noise=NOISE)
 
 
@@ -90,8 +108,7 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
     name: str,
     layout: str,
 ) -> None:
-    ppo, tie, temperature = CASES[name]
-    case = make_case(ppo, tie=tie, temperature=temperature)
+    case = _case(make_case, name)
     if name not in one_rank_reports:
         one_rank_reports[name] = _run(megatron_pool, case, name)[0]
     expected = one_rank_reports[name]
@@ -104,10 +121,11 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
         (report.advantage_stats, expected.advantage_stats),
     ):
         assert own == pytest.approx(other, rel=1e-5, abs=1e-6)
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic") if case.ppo.needs_critic else ("actor",):
         own, other = getattr(report, role), getattr(expected, role)
         _assert_steps_equal(own.steps, other.steps)
-        for step, tolerance in enumerate(STEP_TOLERANCES):
+        assert len(own.gradients) == len(other.gradients)
+        for step, tolerance in enumerate(STEP_TOLERANCES[: len(other.gradients)]):
             assert gradient_error(own.gradients[step], other.gradients[step]) <= tolerance, f"{role} step {step}"
         for tensor, weights in other.weights.items():
             error = np.abs(own.weights[tensor] - weights).max()
@@ -115,13 +133,13 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
         assert own.replicas_equal
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", [name for name in CASES if name != "rejecting"])
 def test_iteration_cases_reach_the_branches_they_are_made_for(
     megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict, name: str
 ) -> None:
-    ppo, tie, temperature = CASES[name]
+    ppo = CASES[name][0]
     if name not in one_rank_reports:
-        one_rank_reports[name] = _run(megatron_pool, make_case(ppo, tie=tie, temperature=temperature), name)[0]
+        one_rank_reports[name] = _run(megatron_pool, _case(make_case, name), name)[0]
     report = one_rank_reports[name]
     assert sum(step["pg_clipfrac"] for step in report.actor.steps) > 0
     assert (sum(step["pg_clipfrac_dual"] for step in report.actor.steps) > 0) == (ppo.eps_clip_c is not None)
@@ -133,6 +151,24 @@ def test_iteration_cases_reach_the_branches_they_are_made_for(
     assert batch.trainable_tokens[3] == 0
     masked = ~batch.loss_mask
     assert not report.columns["advantages"][masked].any() and not report.columns["returns"][masked].any()
+
+
+def test_iteration_case_of_rejection_rejects_weighs_and_skips(
+    megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict
+) -> None:
+    if "rejecting" not in one_rank_reports:
+        one_rank_reports["rejecting"] = _run(megatron_pool, _case(make_case, "rejecting"), "rejecting")[0]
+    report, batch = one_rank_reports["rejecting"], make_batch()
+    assert report.critic is None
+    assert report.columns["rejected"].tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert report.log_prob_stats["rejected_samples"] == 2
+    # exp(-0.3) and exp(0.4) of LOG_RATIOS lie outside [0.8, 1.4], exp(0.2) and exp(0.1) inside
+    starts = batch.offsets("response_token")[:-1]
+    assert report.columns["rollout_weights"][starts] == pytest.approx([np.exp(0.2), 0, np.exp(0.1), 0, 0, 0, 0], rel=1e-4)
+    assert [step["skipped"] for step in report.actor.steps] == [0.0, 0.0, 1.0]
+    assert report.actor.steps[0]["denominator_tokens"] == batch.trainable_tokens[make_plan().steps[0].rows].sum()
+    assert report.actor.steps[0]["denominator_trajectories"] == 2
+    assert sum(step["pg_clipfrac"] for step in report.actor.steps[:2]) > 0
 
 
 def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:

@@ -40,3 +40,10 @@ def test_batch_plan_text_gives_each_word_its_number() -> None:
 def test_batch_plan_text_of_dynamic_batches_names_the_token_limit() -> None:
     text = batch_plan_text(make_config(batch__use_dynamic_batch_size=True, batch__max_tokens_per_gpu=4096))
     assert "max_tokens_per_gpu 4096 tokens per micro-batch of a rank; never changes the gradient" in _lines(text)
+
+
+def test_batch_plan_text_without_a_critic_has_no_line_of_it() -> None:
+    lines = _lines(batch_plan_text(make_config(ppo__advantage_estimator="grpo", rollout__n_samples_per_prompt=4)))
+    assert "global_batch_size 128 samples per optimizer step over all ranks: 128 per actor rank (DP 1)" in lines
+    assert lines[-2:] == ["4 optimizer steps per rollout", "100 planned steps of the actor"]
+    assert not any("critic" in line for line in lines)

@@ -15,6 +15,10 @@ from tests.helpers.configs import make_config, write_model_folder
 KL_LOSS: dict[str, Value] = {"ppo__use_kl_loss": True, "ppo__kl_loss_coef": 0.1}
 ADAPTIVE: dict[str, Value] = {"ppo__kl_controller": "adaptive", "ppo__kl_target": 6.0, "ppo__kl_horizon": 1000, "ppo__kl_coef": 0.1}
 
+GRPO: dict[str, Value] = {
+    "ppo__advantage_estimator": "grpo", "rollout__n_samples_per_prompt": 4, "rollout__rollout_batch_size": 32,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("values", "parts"),
@@ -22,6 +26,7 @@ ADAPTIVE: dict[str, Value] = {"ppo__kl_controller": "adaptive", "ppo__kl_target"
         ({"run__num_rollout": 0}, ("config: run.num_rollout is 0, expected a whole number >= 1",)),
         ({"reward__rm_type": None}, ("no reward", "--custom-rm-path package.module.function")),
         ({"rollout__rollout_top_k": 1}, ("--rollout-top-k 1", "support of one token", "gradient is exactly 0")),
+        ({"rollout__rollout_min_p": 1.0}, ("rollout.rollout_min_p is 1.0", ">= 0 and < 1", "the likeliest token alone")),
         ({"parallel__pipeline_model_parallel_size": 2}, ("--pipeline-model-parallel-size 2", "not in this version", "Use 1")),
         ({"parallel__context_parallel_size": 2}, ("--context-parallel-size 2", "not in this version")),
         ({"parallel__expert_model_parallel_size": 2}, ("--expert-model-parallel-size 2", "not in this version")),
@@ -42,6 +47,10 @@ ADAPTIVE: dict[str, Value] = {"ppo__kl_controller": "adaptive", "ppo__kl_target"
             ("--no-sequence-parallel", "tensor-parallel size 2", "not in this version"),
         ),
         ({"parallel__sequence_parallel": True}, ("--sequence-parallel", "nothing to split")),
+        (
+            {**GRPO, "parallel__sequence_parallel": True, "critic__tensor_model_parallel_size": 2, "critic__num_gpus_per_node": 2},
+            ("--sequence-parallel", "nothing to split"),
+        ),
         (
             {"batch__global_batch_size": 100},
             ("--global-batch-size 100", "does not divide the 128 samples", "Use --global-batch-size 64 or 128"),
@@ -115,6 +124,10 @@ def test_check_config_refuses_with_reason_and_fix(values: dict[str, Value], part
         {},
         {"reward__rm_type": None, "reward__custom_rm_path": "package.module.function"},
         {"rollout__rollout_top_k": -1},
+        {"rollout__rollout_min_p": 0.05},
+        # ranks and rates of a critic that is not there
+        {**GRPO, "critic__num_gpus_per_node": 3, "critic__tensor_model_parallel_size": 2},
+        {**GRPO, "optimizer__min_lr": 1e-7, "critic__lr": 1e-8},
         {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2},
         {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
         {"parallel__actor_num_gpus_per_node": 2, "critic__num_gpus_per_node": 1},
@@ -145,11 +158,18 @@ def test_check_config_with_origins_cites_where_a_number_came_from() -> None:
         check_config(config, origins=origins)
 
 
-@pytest.mark.parametrize("values", [{"rollout__rollout_top_p": 0.9}, {"rollout__rollout_top_k": 8}])
-def test_check_engine_support_with_a_restricted_sampler_needs_the_support(values: dict[str, Value]) -> None:
+@pytest.mark.parametrize(
+    ("values", "cited"),
+    [
+        ({"rollout__rollout_top_p": 0.9}, "--rollout-top-p 0.9"),
+        ({"rollout__rollout_top_k": 8}, "--rollout-top-k 8"),
+        ({"rollout__rollout_min_p": 0.1, "rollout__rollout_top_k": 8}, "--rollout-top-k 8 and --rollout-min-p 0.1"),
+    ],
+)
+def test_check_engine_support_with_a_restricted_sampler_needs_the_support(values: dict[str, Value], cited: str) -> None:
     config = make_config(**values)
     check_engine_support(config, returns_support=True)
-    with pytest.raises(ConfigError, match="does not return the support of each token"):
+    with pytest.raises(ConfigError, match=f"restricted by {cited}, but .* does not return the support of each token"):
         check_engine_support(config, returns_support=False)
 
 

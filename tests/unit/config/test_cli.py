@@ -132,6 +132,11 @@ def test_run_cli_turns_another_of_our_errors_into_exit_code_1(capsys: pytest.Cap
         ),
         ((*REQUIRED, "--global-batch-size", "100"), "error: --global-batch-size 100 does not divide the 128 samples"),
         ((*REQUIRED, "--config", "nowhere.yaml"), "error: --config nowhere.yaml: cannot be read"),
+        (
+            (*REQUIRED, "--advantage-estimator", "grppo"),
+            "error: --advantage-estimator: no advantage estimator is called 'grppo'; did you mean 'grpo'?",
+        ),
+        ((*REQUIRED, "--policy-loss", "cispoo"), "error: --policy-loss: no policy loss is called 'cispoo'; did you mean 'cispo'?"),
     ],
 )
 def test_command_with_a_mistake_exits_2_with_one_line_and_no_heavy_import(argv: tuple[str, ...], part: str) -> None:

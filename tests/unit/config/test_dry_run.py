@@ -41,3 +41,14 @@ def test_dry_run_report_with_another_critic_uses_its_shape(tmp_path: Path) -> No
     small = ModelShape.from_hf_folder(write_model_folder(tmp_path / "b", num_hidden_layers=1))
     [critic] = [line for line in dry_run_report(make_config(), shape, critic_shape=small).splitlines() if " critic  " in line]
     assert critic.split()[1:3] == ["1.2", "MiB"]
+
+
+def test_dry_run_report_without_a_critic_names_none(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
+    config = make_config(
+        ppo__advantage_estimator="grpo", parallel__actor_num_gpus_per_node=2, critic__num_gpus_per_node=4, critic__lr=1e-3
+    )
+    assert bundle_tenants(config) == [("actor rank 0", "rollout engine"), ("actor rank 1",)]
+    report, _, warnings = dry_run_report(config, shape).partition("Warnings")
+    assert "actor: 2 ranks" in report and "critic" not in report
+    assert "--critic-lr 0.001 has no effect" in warnings and "--critic-num-gpus-per-node 4 has no effect" in warnings

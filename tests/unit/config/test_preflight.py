@@ -216,3 +216,12 @@ def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, 
     (tmp_path / "link").symlink_to(tmp_path / "run")
     values: dict[str, Value] = {"run__save": str(tmp_path / "link"), "critic__save": str(tmp_path / "run")}
     assert _refusal(make(**values)).startswith(f"--critic-save {tmp_path}/run is {tmp_path}/run (--save), which")
+
+
+def test_preflight_without_a_critic_asks_nothing_of_its_folders(make: Make, tmp_path: Path) -> None:
+    weights = write_model_folder(tmp_path / "kept")
+    for critic in ({"critic__load": "nowhere"}, {"critic__save": "/proc/slime_critic"}, {"critic__save": str(weights)}):
+        shapes = preflight(make(**critic, ppo__advantage_estimator="grpo"))
+        assert (shapes.actor.num_layers, shapes.critic) == (4, None)
+        with pytest.raises(ConfigError, match="critic"):
+            preflight(make(**critic))

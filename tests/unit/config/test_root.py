@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slime_ppo.config.cli import merge_settings
 from slime_ppo.config.data import DataConfig
+from slime_ppo.config.fields import Value
 from slime_ppo.config.model import ModelConfig
 from slime_ppo.config.root import OPTIONS, SECTIONS, Config
 from slime_ppo.config.yaml_file import read_config_file
@@ -45,8 +46,18 @@ def test_derived_numbers_follow_the_sections() -> None:
     # 12 x 4 samples in steps of 16, twice; the actor trains in 10 - 3 rollouts
     assert (config.samples_per_rollout, config.steps_per_pass, config.steps_per_rollout) == (48, 3, 6)
     assert (config.planned_actor_steps, config.planned_critic_steps) == (42, 60)
-    assert (config.actor_ranks, config.actor_dp_size, config.critic_ranks, config.critic_dp_size) == (8, 4, 2, 2)
+    actor, critic = config.role("actor"), config.role("critic")
+    assert (actor.num_ranks, actor.dp_size, critic.num_ranks, critic.dp_size) == (8, 4, 2, 2)
     assert config.num_bundles == 8
+
+
+def test_roles_without_a_critic_are_the_actor_alone_with_its_bundles_and_steps() -> None:
+    values: dict[str, Value] = {"critic__num_gpus_per_node": 4, "parallel__actor_num_gpus_per_node": 2}
+    config = make_config(**values, ppo__advantage_estimator="grpo")
+    assert (config.has_critic, config.roles, config.num_bundles) == (False, ("actor",), 2)
+    assert (config.planned_actor_steps, config.planned_critic_steps) == (25, 0)
+    config = make_config(**values)
+    assert (config.has_critic, config.roles, config.num_bundles) == (True, ("actor", "critic"), 4)
 
 
 def test_role_critic_without_overrides_is_as_the_actor_but_for_its_own_steps_and_folder() -> None:
@@ -83,8 +94,11 @@ def test_resolved_defaults_of_ppo_rollout_and_eval() -> None:
     assert (changed.rollout.restricted, changed.eval_max_response_len) == (True, 3)
 
 
-def test_restricted_is_true_for_top_p_alone() -> None:
-    assert make_config(rollout__rollout_top_p=0.9).rollout.restricted
+@pytest.mark.parametrize(("name", "value"), [("rollout_top_p", 0.9), ("rollout_top_k", 2), ("rollout_min_p", 0.01)])
+def test_restricted_is_true_for_each_restriction_alone(name: str, value: float) -> None:
+    rollout = make_config(**{f"rollout__{name}": value}).rollout
+    assert rollout.restricted and rollout.restrictions == (name,)
+    assert make_config().rollout.restrictions == ()
 
 
 def test_to_yaml_is_nested_by_section() -> None:

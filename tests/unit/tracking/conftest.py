@@ -37,6 +37,7 @@ _ROLLOUT = {
     "rollout/entropy": 2.5,
     "rollout/logprob_gap_mean": 8e-7,
     "rollout/logprob_gap_max": 5.1e-6,
+    "rollout/ess": 0.97,
     "perf/step_time": 60.0,
 }
 _CRITIC_STEP = {"value_loss": 0.092, "explained_variance": 0.63, "critic_grad_norm": 1.4}

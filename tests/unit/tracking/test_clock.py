@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_ppo.tracking.clock import PHASES, RunClock, phase_metrics
+from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, RunClock, phase_metrics
 
 
 class Time:
@@ -86,3 +86,15 @@ def test_phase_metrics_name_every_phase_and_rate_the_whole() -> None:
         "perf/step_time": 2047.0,
         "perf/tokens_per_s": 2.0,
     }
+
+
+def test_phases_of_a_run_without_a_critic_are_its_own(time: Time) -> None:
+    clock = RunClock(CRITIC_FREE_PHASES)
+    clock.start_rollout(0)
+    with clock.phase("advantages"):
+        time.now += 2.0
+    found = clock.phases()
+    assert found == dict.fromkeys(CRITIC_FREE_PHASES, 0.0) | {"advantages": 2.0, "other": 0.0}
+    metrics = phase_metrics(found, 4.0)
+    assert (metrics["perf/advantages_time"], metrics["perf/step_time"], metrics["perf/tokens_per_s"]) == (2.0, 2.0, 2.0)
+    assert not [name for name in metrics if "critic" in name or "values" in name]

@@ -163,10 +163,59 @@ def test_stage_metrics_explained_variance_is_the_critics_and_absent_without_a_va
     log_probs.add_mean("entropy", 0.0, 0)
     log_probs.add_max("logprob_gap_max", 1e-6)
     advantages.add_mean("values", 2.0, 8)
-    without = {"rollout/kl": 0.5, "rollout/logprob_gap_max": 1e-6, "rollout/values": 0.25}
+    without = {
+        "rollout/kl": 0.5,
+        "rollout/logprob_gap_max": 1e-6,
+        "train/train_rollout_logprob_abs_diff_max": 1e-6,
+        "rollout/values": 0.25,
+    }
     assert stage_metrics(log_probs, advantages) == without
     advantages.add_value("explained_variance", 0.75)
     assert stage_metrics(log_probs, advantages) == without | {"train/critic-explained_variance": 0.75}
+
+
+def mismatch(*, rho: list[float], rejected: int) -> Stats:
+    """What one rank reports of tokens with these ratios to the engine."""
+    stats = Stats()
+    stats.add_mean("logprob_gap_mean", 0.25 * len(rho), len(rho))
+    stats.add_mean("mismatch_k3", 0.5 * len(rho), len(rho))
+    stats.add_total("ess_rho", sum(rho))
+    stats.add_total("ess_rho2", sum(one**2 for one in rho))
+    stats.add_total("ess_n", len(rho))
+    stats.add_total("rejected_samples", rejected)
+    return stats
+
+
+def test_stage_metrics_mismatch_of_two_ranks_is_that_of_all_tokens() -> None:
+    merged = merge_stats([mismatch(rho=[1.0, 3.0], rejected=1), mismatch(rho=[0.0], rejected=2)])
+    assert stage_metrics(merged, Stats()) == pytest.approx(
+        {
+            "rollout/logprob_gap_mean": 0.25,
+            "train/train_rollout_logprob_abs_diff": 0.25,
+            "rollout/mismatch_k3": 0.5,
+            "rollout/ess": 16 / 30,  # (1 + 3 + 0)^2 / (3 * (1 + 9 + 0))
+            "rollout/rejected_samples": 3.0,
+        },
+        rel=1e-12,
+    )
+
+
+def test_stage_metrics_no_trainable_token_leaves_the_sample_size_without_a_value() -> None:
+    assert stage_metrics(mismatch(rho=[], rejected=0), Stats()) == {"rollout/rejected_samples": 0.0}
+
+
+def test_training_metrics_say_what_each_role_divided_by() -> None:
+    actor, critic = actor_step(tokens=10, clipped=1, pg_loss=-0.3, grad_norm=1.0), critic_step(tokens=5, clipped=1, value_loss=0.25)
+    for step, tokens in ((actor, 10.0), (critic, 5.0)):
+        step.add_value("denominator_tokens", tokens)
+        step.add_value("denominator_trajectories", 2.0)
+    found = training_metrics([merge_stats([actor, actor])], [critic])  # two ranks know the same number
+    assert {name: value for name, value in found.items() if "denominator" in name} == {
+        "train/denominator_tokens": 10.0,
+        "train/denominator_trajectories": 2.0,
+        "train/critic-denominator_tokens": 5.0,
+        "train/critic-denominator_trajectories": 2.0,
+    }
 
 
 def test_step_records_pair_both_roles_and_number_the_steps() -> None:
@@ -192,3 +241,10 @@ def test_step_records_pair_both_roles_and_number_the_steps() -> None:
 def test_step_records_critic_only_rollout_has_no_policy_names() -> None:
     records = step_records(0, [], [critic_step(tokens=10, clipped=4, value_loss=0.5)], metrics={})
     assert records == ({"step": 0.0, "value_loss": 0.5, "critic_grad_norm": 1.5},)
+
+
+def test_training_metrics_and_step_records_without_a_critic_have_no_name_of_it() -> None:
+    assert not [name for name in training_metrics(RAN, []) if "critic" in name]
+    records = step_records(4, [RAN[0], RAN[1]], [], metrics={})
+    assert [(record["step"], record["pg_loss"]) for record in records] == [(4.0, -0.3), (5.0, 0.1)]
+    assert not {"value_loss", "critic_grad_norm", "explained_variance"} & {name for record in records for name in record}

@@ -1,0 +1,76 @@
+"""Options that this run does not use, for a warning. Not refused: one flag may switch off what a config file sets up."""
+
+from collections.abc import Iterator
+
+from slime_ppo.config.root import OPTIONS, Config
+from slime_ppo.ppo_utils.registries import ADVANTAGE_ESTIMATORS
+
+_RESTRICTED = "a restricted sampler (--rollout-top-p, --rollout-top-k or --rollout-min-p)"
+_REFERENCE = "--kl-coef above 0 or --use-kl-loss"
+
+
+def unused_options(config: Config) -> Iterator[tuple[str, str]]:
+    """(option, what it needs) for features that are off."""
+    yield from _of_the_estimator(config)
+    yield from _of_the_losses(config)
+    yield from _of_the_correction(config)
+    if config.optimizer.lr_decay_style == "constant":
+        yield "optimizer.min_lr", "--lr-decay-style linear or cosine"
+        yield "optimizer.lr_decay_iters", "--lr-decay-style linear or cosine"
+    if not config.tracking.use_wandb:
+        yield "tracking.wandb_project", "--use-wandb"
+        yield "tracking.wandb_mode", "--use-wandb"
+
+
+def _of_the_estimator(config: Config) -> Iterator[tuple[str, str]]:
+    ppo = config.ppo
+    if not config.has_critic:
+        needed = "an --advantage-estimator that has a critic (gae)"
+        yield "ppo.value_clip", needed
+        yield "ppo.lambd_critic", needed
+        for spec in OPTIONS:
+            if spec.section == "critic":
+                yield spec.key, needed
+        # what a user's own estimator reads is not known
+        if ppo.advantage_estimator in ADVANTAGE_ESTIMATORS.entries:
+            yield "ppo.lambd", needed
+            yield "ppo.adaptive_lambd", needed
+            if not ppo.estimator_spec.uses_token_rewards:
+                yield "ppo.gamma", "an --advantage-estimator that reads token rewards (gae, reinforce_plus_plus)"
+    if ppo.advantage_estimator in ADVANTAGE_ESTIMATORS.entries and ppo.advantage_estimator != "grpo":
+        yield "ppo.grpo_std_normalization", "--advantage-estimator grpo"
+    if not ppo.estimator_spec.uses_groups:
+        yield "ppo.masked_in_baseline", "an --advantage-estimator that compares a group (grpo, rloo, reinforce_plus_plus_baseline)"
+    elif ppo.truncation_policy != "mask":
+        yield "ppo.masked_in_baseline", "--truncation-policy mask"
+    if not ppo.whitens:
+        yield "ppo.whiten_domain", "--normalize-advantages"
+
+
+def _of_the_losses(config: Config) -> Iterator[tuple[str, str]]:
+    ppo = config.ppo
+    if ppo.kl_coef == 0:
+        yield "ppo.kl_reward_type", "--kl-coef above 0"
+    if not ppo.needs_reference:
+        yield "model.ref_load", _REFERENCE
+        yield "ppo.kl_support", _REFERENCE
+    elif not config.rollout.restricted:
+        yield "ppo.kl_support", _RESTRICTED
+    if not config.rollout.restricted:
+        yield "ppo.entropy_support", _RESTRICTED
+
+
+def _of_the_correction(config: Config) -> Iterator[tuple[str, str]]:
+    correction = config.correction
+    if correction.mode == "none":
+        yield "correction.level", "--rollout-correction tis or icepop"
+    if correction.mode != "tis":
+        yield "correction.cap", "--rollout-correction tis"
+    if correction.mode != "icepop":
+        yield "correction.low", "--rollout-correction icepop"
+        yield "correction.high", "--rollout-correction icepop"
+    if correction.rejection == "none":
+        yield "correction.rejection_low", "--rollout-rejection sequence or geometric"
+        yield "correction.rejection_high", "--rollout-rejection sequence or geometric"
+    if correction.use_rollout_log_probs:
+        yield "rollout.max_logprob_gap", "log-probs that are recomputed (--no-use-rollout-log-probs)"

@@ -1,0 +1,104 @@
+"""Rollout correction, bypass and baselines as the actor wires them; whole iterations are in test_oracle and test_layout_parity."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_ppo.config.correction import CorrectionConfig
+from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.parallel.layout import ParallelLayout
+from slime_ppo.parallel.worker_settings import BatchSettings
+from slime_ppo.ppo_utils.reference_estimators import mismatch_figures
+from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
+from slime_ppo.types.sample import FinishReason
+from tests.dist.backends.cases import RANKS, Case, make_batch
+from tests.dist.backends.conftest import CaseMaker
+from tests.dist.backends.models import drawn_nearby
+from tests.helpers.rank_pool import RankError, RankPool
+
+BYPASS = CorrectionConfig(use_rollout_log_probs=True)
+
+
+def _score(pool: RankPool, case: Case, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    return pool.run(f"{RANKS}:score", world=1, case=case, batch=batch)[0]
+
+
+def test_log_probs_mismatch_statistics_equal_the_reference_and_reach_effective_sample_size(
+    megatron_pool: RankPool, make_case: CaseMaker
+) -> None:
+    """Also without a correction: these metrics are always on."""
+    case = make_case(PpoConfig())
+    batch = drawn_nearby(make_batch(), case.actor_folder, case.temperature)
+    columns, stats = _score(megatron_pool, case, batch)
+    order = columns["old_log_probs"][batch.loss_mask].tolist(), batch.rollout_log_probs[batch.loss_mask].tolist()
+    mean, largest, k3, ess = mismatch_figures(*order)
+    assert stats["logprob_gap_mean"] == pytest.approx(mean, rel=1e-5)
+    assert stats["logprob_gap_max"] == pytest.approx(largest, rel=1e-5)
+    assert stats["mismatch_k3"] == pytest.approx(k3, rel=1e-5)
+    assert stats["ess_rho"] ** 2 / (stats["ess_n"] * stats["ess_rho2"]) == pytest.approx(ess, rel=1e-5)
+    assert 0.3 < ess < 0.95
+    assert "rollout_weights" not in columns and "rejected" not in columns and "rejected_samples" not in stats
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_bypass_old_log_probs_are_the_engines_and_only_the_reference_computes(
+    megatron_pool: RankPool, make_case: CaseMaker, *, restricted: bool
+) -> None:
+    batch = make_batch(restricted=restricted)
+    ppo = PpoConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    computed, _ = _score(megatron_pool, make_case(ppo), batch)
+    bypassed, stats = _score(megatron_pool, make_case(ppo, correction=BYPASS), batch)
+    assert bypassed.keys() == {"old_log_probs", "ref_log_probs"}
+    assert bypassed["old_log_probs"].tolist() == batch.rollout_log_probs.tolist()
+    assert bypassed["ref_log_probs"].tolist() == computed["ref_log_probs"].tolist()
+    assert "entropy" not in stats and "logprob_gap_mean" not in stats and "ess_n" not in stats
+    # over the full vocabulary the engine's restricted log-probs have nothing to be compared with
+    assert ("kl" in stats) == (not restricted)
+
+
+def test_bypass_restricted_sampler_has_a_kl_over_the_supports(megatron_pool: RankPool, make_case: CaseMaker) -> None:
+    batch = make_batch(restricted=True)
+    ppo = PpoConfig(kl_coef=0.1, kl_support="sampled")
+    columns, stats = _score(megatron_pool, make_case(ppo, correction=BYPASS), batch)
+    gaps = (batch.rollout_log_probs - columns["ref_log_probs"])[batch.loss_mask]
+    assert stats["kl"] == pytest.approx(gaps.mean(dtype=np.float64), rel=1e-5)
+
+
+def _with_truncated_row_masked(batch: RolloutBatch) -> RolloutBatch:
+    """Row 1 was cut and trains on no token (--truncation-policy mask), row 3 ended by itself and trains on none either."""
+    mask, at = np.array(batch.loss_mask), batch.offsets("response_token")
+    mask[at[1] : at[2]] = False
+    assert [FINISH_CODES[code] for code in batch.finish[[1, 3]]] == [FinishReason.LENGTH, FinishReason.STOP]
+    return batch.with_columns(loss_mask=mask, old_log_probs=batch.rollout_log_probs)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(1), ParallelLayout(2)], ids=["one_rank", "dp2"])
+@pytest.mark.parametrize(("keeps", "expected"), [(False, 0.0), (True, 1.5)])
+def test_baseline_of_masked_truncated_sample_is_kept_only_on_request(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, *, keeps: bool, expected: float, layout: ParallelLayout
+) -> None:
+    """The group of rows 0, 1, 3 has rewards 1, -0.5, 2: alone row 0 gets 0, with row 1 it gets 1 - (-0.5); row 3 never counts."""
+    ppo = PpoConfig(advantage_estimator="rloo", truncation_policy="mask", masked_in_baseline=keeps)
+    case = make_case(ppo).on(layout, BatchSettings(2, None), tmp_path)
+    batch = _with_truncated_row_masked(make_batch())
+    found = megatron_pool.run(f"{RANKS}:advantage_columns", world=layout.num_ranks, case=case, batch=batch)
+    own = batch.select(np.arange(7)[:: layout.num_ranks])
+    first = found[0]["advantages"][: batch.response_lens[0]]
+    assert first[own.loss_mask[: len(first)]] == pytest.approx(np.full(own.trainable_tokens[0], expected))
+    # rows 2 and 5 are one trajectory with one vote: the group 21 has rewards 0.3, -1, 0.7
+    third = found[0]["advantages"][own.offsets("response_token")[list(own.sample_ids).index(72)]]
+    assert third == pytest.approx(0.3 - (-1.0 + 0.7) / 2)
+
+
+def test_process_rewards_with_an_estimator_of_whole_responses_are_refused(megatron_pool: RankPool, make_case: CaseMaker) -> None:
+    batch = make_batch().with_columns(process_rewards=np.ones(len(make_batch().loss_mask), np.float32))
+    batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
+    case = make_case(PpoConfig(advantage_estimator="grpo"))
+    with pytest.raises(
+        RankError, match="ConfigError: the reward function returned process rewards, and --advantage-estimator grpo"
+    ):
+        megatron_pool.run(f"{RANKS}:advantage_columns", world=1, case=case, batch=batch)
+    case = replace(case, ppo=PpoConfig(advantage_estimator="reinforce_plus_plus"))
+    megatron_pool.run(f"{RANKS}:advantage_columns", world=1, case=case, batch=batch)
