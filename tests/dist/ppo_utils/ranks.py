@@ -1,14 +1,20 @@
 """What each rank runs in the sharded tests: its slice of a random case, results back by pickle."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_ppo.ppo_utils.reference_types import ReferenceSettings, ReferenceStep
-from slime_ppo.ppo_utils.top_p import support_log_probs
+from slime_ppo.ppo_utils.cispo import cispo_policy_loss
+from slime_ppo.ppo_utils.gspo import gspo_policy_loss
+from slime_ppo.ppo_utils.off_policy import CorrectionSettings, rollout_correction
+from slime_ppo.ppo_utils.policy_loss import ClipRange, PolicyInputs, clipped_policy_loss
+from slime_ppo.ppo_utils.top_p import TokenSupports, support_and_vocab_log_probs
 from slime_ppo.ppo_utils.vocab_parallel import vocab_log_probs
 from slime_ppo.ppo_utils.whiten import whiten_advantages
-from tests.helpers.ppo_cases import VOCAB, TinyModel, fast_iteration, random_samples
+from tests.helpers.dispatch import Collectives
 
 NUM_TOKENS = 9
 
@@ -47,9 +53,9 @@ def support(dtype: torch.dtype, width: int, vocab_size: int, temperature: float)
     """(log_probs, full_log_probs, outside_mass, entropy, gradient of this rank's columns)."""
     case = vocab_case(dtype, width, vocab_size)
     logits = _own_logits(case["logits"])
-    rows = (case["support_ids"], case["support_counts"])
+    supports = TokenSupports(case["support_ids"], case["support_counts"])
     options = {"vocab_size": vocab_size, "temperature": temperature, "group": dist.group.WORLD}
-    out = support_log_probs(logits, case["labels"], *rows, entropy="grad", **options)
+    out = support_and_vocab_log_probs(logits, case["labels"], supports, entropy="grad", **options)
     (torch.stack([out.log_probs, out.full_log_probs, out.entropy]) * case["upstream"]).sum().backward()
     return [x.detach() for x in (out.log_probs, out.full_log_probs, out.outside_mass, out.entropy)] + [logits.grad]
 
@@ -68,19 +74,31 @@ def whiten_case(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.where(mask, torch.nan), mask
 
 
-def iteration(settings: ReferenceSettings, steps: list[ReferenceStep], restricted: bool, num_micro_batches: int) -> list[Tensor]:
-    """All weights after one data-parallel iteration."""
-    policy, critic = TinyModel(VOCAB + 3, 0), TinyModel(1, 2)
-    fast_iteration(
-        policy,
-        TinyModel(VOCAB + 3, 1),
-        critic,
-        random_samples(3, restricted=restricted),
-        settings,
-        steps=steps,
-        actor_optimizer=torch.optim.Adam(policy.parameters()),
-        critic_optimizer=torch.optim.Adam(critic.parameters()),
-        num_micro_batches=num_micro_batches,
-        group=dist.group.WORLD,
-    )
-    return [parameter.detach() for model in (policy, critic) for parameter in model.parameters()]
+def collectives() -> dict[str, list[int]]:
+    """How many collectives each function runs forward and backward on this rank, of tokens that all ranks hold a part of."""
+    lens = torch.tensor([2, 0, 3])
+    x = torch.linspace(-0.2, 0.2, 5).requires_grad_()
+    fixed, mask, group = torch.zeros(5), torch.ones(5, dtype=torch.bool), dist.group.WORLD
+    inputs = PolicyInputs(x, fixed, torch.linspace(-1, 1, 5), mask, lens, group)
+    correct = partial(rollout_correction, x, fixed, mask, lens, cp_group=group)
+    calls = {
+        "ppo": lambda: clipped_policy_loss(inputs, ClipRange(0.2, 0.2)).loss,
+        "cispo": lambda: cispo_policy_loss(inputs, ClipRange(None, 0.2)).loss,
+        "gspo": lambda: gspo_policy_loss(inputs, ClipRange(0.2, 0.2)).loss,
+        "correction per token": lambda: correct(CorrectionSettings("tis", cap=2.0)).weights,
+        "correction per sequence": lambda: correct(CorrectionSettings("tis", "sequence", cap=2.0)).weights,
+        "rejection": lambda: (
+            correct(CorrectionSettings("tis", "sequence", cap=2.0, rejection="geometric", rejection_low=0.1)).weights
+        ),
+        "whitening": lambda: whiten_advantages(x, mask, group=group),
+    }
+    return {name: [*_counted(call)] for name, call in calls.items()}
+
+
+def _counted(call: Callable[[], Tensor]) -> tuple[int, int]:
+    with Collectives() as forward:
+        out = call()
+    with Collectives() as backward:
+        if out.requires_grad:
+            out.sum().backward()
+    return len(forward.names), len(backward.names)

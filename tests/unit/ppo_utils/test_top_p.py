@@ -1,8 +1,6 @@
 """Log-probs over recorded supports against a masked log_softmax in float64, on one rank and over ranks."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_ppo.errors import DataError
 from slime_ppo.ppo_utils.top_p import (
@@ -21,6 +18,7 @@ from slime_ppo.ppo_utils.top_p import (
     support_statistics,
 )
 from slime_ppo.ppo_utils.vocab_parallel import TokenLogProbs, VocabShard, merge_rows
+from tests.helpers.dispatch import Allocations, Collectives
 from tests.helpers.rank_pool import RankPool
 
 NAN, INF = float("nan"), math.inf
@@ -31,9 +29,7 @@ SUPPORTS = TokenSupports(
     torch.tensor([0, 1, 5, 2, 3, 2]), torch.tensor([3, 2, 0, 1, 0]), torch.tensor([False, False, False, False, True])
 )
 INSIDE = [[0, 1, 5], [2, 3, 4], [0], [2], [0, 1, 2, 3, 4, 5]]
-KEEP = torch.zeros((5, WIDTH), dtype=torch.bool)
-for _row, _ids in enumerate(INSIDE):
-    KEEP[_row, _ids] = True
+KEEP = torch.tensor([[column in ids for column in range(WIDTH)] for ids in INSIDE])
 
 
 def _logits() -> Tensor:
@@ -331,27 +327,6 @@ def test_support_log_probs_adding_or_dropping_the_label_changes_nothing(case: tu
             assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
 
 
-class _Sizes(TorchDispatchMode):
-    """Every tensor that an operator makes (views of older ones are not counted), and the operators of torch.distributed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[int] = []
-        self.collectives: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
-        self.made += [x.numel() for x in _tensors(out) if x.untyped_storage().data_ptr() not in known]
-        if func.namespace == "c10d":
-            self.collectives.append(func.__name__)
-        return out
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    yield from (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor))
-
-
 @pytest.mark.parametrize("entropy", ["none", "metric", "grad"])
 def test_support_log_probs_make_nothing_of_the_size_of_the_logits_but_the_gradient(entropy: str) -> None:
     num_tokens, width, num_ids = 16, 3000, 96
@@ -359,15 +334,18 @@ def test_support_log_probs_make_nothing_of_the_size_of_the_logits_but_the_gradie
     labels, ids = torch.arange(num_tokens), (torch.arange(num_ids) * 31) % width
     unrestricted = torch.zeros(num_tokens, dtype=torch.bool)
     supports = TokenSupports(ids, torch.full((num_tokens,), num_ids // num_tokens), unrestricted)
-    with _Sizes() as forward:
-        out = support_log_probs(logits, labels, supports, vocab_size=width, temperature=0.7, group=None, entropy=entropy)
+    options = {"vocab_size": width, "temperature": 0.7, "group": None, "entropy": entropy}
+    # twice the ids, which are int64; the logits are 125 times that
+    with Allocations(num_bytes=16 * num_ids) as forward:
+        out = support_log_probs(logits, labels, supports, **options)
     total = out.log_probs.sum() + (out.entropy.sum() if entropy == "grad" else 0.0)
-    with _Sizes() as backward:
+    with Allocations(num_bytes=16 * num_ids) as backward:
         total.backward()
-    half = num_tokens * width // 2
-    assert max(forward.made) <= 4 * num_ids and sum(forward.made) > num_ids
-    assert [size for size in backward.made if size >= half] == [num_tokens * width]
-    assert max(size for size in backward.made if size < half) <= 4 * num_ids
+    assert forward.names == []
+    assert backward.names == ["aten.zeros_like.default"]
+    with Allocations(num_bytes=4 * num_ids) as anything:
+        support_log_probs(logits, labels, supports, **options)
+    assert anything.names
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -389,18 +367,17 @@ def test_support_statistics_of_shards_merge_to_those_of_the_whole(num_ranks: int
 
 def split_over_ranks(unrestricted: bool) -> list[Tensor]:
     """What one rank of a vocabulary split gets: log-probs and entropies, the number of collectives, its columns' gradients."""
-    group = dist.group.WORLD
     supports = SUPPORTS if unrestricted else TokenSupports(SUPPORTS.ids, SUPPORTS.counts)
     own = _logits().chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
     logits = [own.clone(memory_format=torch.contiguous_format).requires_grad_() for _ in range(2)]
-    options = {"vocab_size": VOCAB, "temperature": 0.7, "group": group, "entropy": "grad"}
-    with _Sizes() as seen:
+    options = {"vocab_size": VOCAB, "temperature": 0.7, "group": dist.group.WORLD, "entropy": "grad"}
+    with Collectives() as seen:
         sparse = support_log_probs(logits[0], LABELS, supports, **options)
         both = support_and_vocab_log_probs(logits[1], LABELS, supports, entropy_support="sampled", **options)
         for out in (sparse, both):
             (out.log_probs @ _weights()[0] + out.entropy @ _weights()[1]).backward()
     values = [x.detach() for x in (sparse.log_probs, sparse.entropy, both.log_probs, both.entropy)]
-    return [*values, torch.tensor(len(seen.collectives)), *(x.grad for x in logits)]
+    return [*values, torch.tensor(len(seen.names)), *(x.grad for x in logits)]
 
 
 @pytest.mark.parametrize("unrestricted", [False, True])
