@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL := runs/models/glass-en
 
-.PHONY: quickstart setup test lint format types bench clean
+.PHONY: quickstart setup test lint format types bench bench-utils clean
 
 quickstart: $(VENV)/.core $(MODEL)/config.json  ## train a small language model by PPO, about a minute once installed
 	$(BIN)/python scripts/train_ppo.py --config configs/quickstart_cpu.yaml $(ARGS)
@@ -29,6 +29,9 @@ types: $(VENV)/.test
 bench: $(VENV)/.test $(MODEL)/config.json  ## cost of one PPO iteration against a single-process loop
 	$(BIN)/python tools/bench_iteration.py $(ARGS)
 
+bench-utils: $(VENV)/.core  ## time, memory and error of ppo_utils against the usual ways, a few minutes
+	$(BIN)/python tools/bench_ppo_utils.py $(ARGS)
+
 clean:  ## what the Makefile made; your runs stay
 	rm -rf $(VENV) runs/models build *.egg-info
 
@@ -40,7 +43,7 @@ $(VENV)/.core: setup.py requirements/cpu.txt
 $(VENV)/.test: $(VENV)/.core requirements/sglang-cpu.txt
 	$(PIP) -c requirements/cpu.txt -e '.[quickstart,tensorboard,wandb,test]'
 	$(PIP) -c requirements/cpu.txt -r requirements/sglang-cpu.txt
-	$(PIP) --no-deps sglang==0.5.23 triton==3.9.0
+	$(PIP) --no-deps sglang==0.5.23
 	@touch $@
 
 $(MODEL)/config.json: $(VENV)/.core tools/convert_glass_to_hf.py

@@ -35,7 +35,16 @@ setup(
         "sglang": ["sglang==0.5.23"],
         "tensorboard": ["tensorboard>=2.19,<3"],
         "wandb": ["wandb>=0.20,<1"],
-        "test": ["pytest>=8.3,<10", "hypothesis>=6.130,<7", "psutil>=6,<8", "ruff>=0.12,<1", "mypy>=1.16,<3", "types-PyYAML>=6,<7"],
+        "test": [
+            "pytest>=8.3,<10",
+            "hypothesis>=6.130,<7",
+            "psutil>=6,<8",
+            "ruff>=0.12,<1",
+            "mypy>=1.16,<3",
+            "types-PyYAML>=6,<7",
+            # CUDA builds of torch bring it; on a CPU its interpreter runs the kernels in the tests
+            "triton>=3.3,<4; sys_platform == 'linux'",
+        ],
     },
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
 )

@@ -55,7 +55,8 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
     """The estimate of one rank of a role.
 
     Gradients are float32. The distributed optimizer splits two moments (and float32 main parameters beside bfloat16 ones)
-    over data-parallel ranks. Logits are made at response positions only, with their gradient. On the host: with a KL to the
+    over data-parallel ranks. Logits are made at response positions only, with their gradient; a fused head holds
+    blocks of them, which are not counted. On the host: with a KL to the
     reference its weights and room for the actor's own while they are swapped (actor), and with offload whatever the role
     keeps while asleep.
     """
@@ -74,7 +75,7 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
         grads=count * _FP32,
         optimizer=optimizer,
         activations=_activations(shape, settings, tokens) * width,
-        logits=0 if value_head else 2 * response_tokens * vocab // settings.tp_size * _FP32,
+        logits=0 if value_head or config.model.fuse_lm_head else 2 * response_tokens * vocab // settings.tp_size * _FP32,
         host=reference + asleep,
     )
 

@@ -24,6 +24,11 @@ class ModelConfig:
         at_least=1,
     )
     dtype: Literal["float32", "bfloat16"] = option("float32", help="type of weights and activations of every role")
+    fuse_lm_head: bool = option(
+        False,
+        help="log-probs from hidden states block by block: the logits of a micro-batch never exist, at the price of making them "
+        "again in the backward pass. Same numbers; for large vocabularies and long responses",
+    )
     save_hf: bool = option(True, help="write the final actor weights as a Hugging Face folder under <save>/hf")
 
     @property

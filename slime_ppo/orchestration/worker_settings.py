@@ -26,6 +26,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         ref_folder=os.path.abspath(config.model.ref_folder) if keeps_reference else None,
         dtype=config.model.dtype,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
+        fuse_lm_head=config.model.fuse_lm_head,
     )
     optimizer = OptimizerSettings(
         clip_grad=one.clip_grad,

@@ -26,12 +26,14 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Where a role's weights come from. `ref_folder` None: the role keeps no reference."""
+    """Where a role's weights come from. `ref_folder` None: the role keeps no reference. `fuse_lm_head`: the policy's log-probs are
+    made from hidden states, without logits."""
 
     hf_folder: str
     ref_folder: str | None
     dtype: Literal["float32", "bfloat16"]
     make_vocab_size_divisible_by: int
+    fuse_lm_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ Layout of every function: per-response-token values of all samples in one flat t
 parallelism a rank holds n of the N tokens, and `lens` counts those; every rank of the group knows the same S samples.
 
     reference.py         the whole update on unsharded tensors: start reading here (estimators in reference_estimators.py)
-    vocab_parallel.py    log-probs and entropy from logits whose vocabulary is split over ranks
+    vocab_parallel.py    log-probs and entropy from logits whose vocabulary is split over ranks (vocab_rows.py: its equations;
+                         triton_kernels/: the same for CUDA tensors)
     top_p.py             the same, renormalised over the ids the sampler could have drawn
-    linear_logprob.py    both, from hidden states and the lm-head's weight, without the logits (linear_loss.py: a loss on them)
+    linear_logprob.py    both, from hidden states and the lm-head's weight, without the logits (linear_loss.py: a loss on them;
+                         linear_supports.py, linear_blocks.py, linear_gather.py: its parts)
     cp_ops.py            gathers, shares and sums over sequences that are split over ranks
     token_rewards.py, reward_shaping.py, kl.py, kl_controller.py
     gae.py, group_baselines.py, advantages.py, whiten.py, off_policy.py
@@ -29,6 +31,7 @@ _MODULE_OF = {
     "AdvantageInputs": "advantages",
     "AdvantageSettings": "advantages",
     "Advantages": "gae",
+    "BlockPlan": "linear_blocks",
     "ClipRange": "policy_loss",
     "ContextShard": "cp_ops",
     "CorrectionSettings": "off_policy_stats",

@@ -9,12 +9,13 @@ path to an EstimatorSpec or PolicyLossSpec in a module that imports no torch, an
     --policy-loss my_losses.spec.MINE
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from slime_ppo.errors import ConfigError
-from slime_ppo.registry import Registry, import_dotted
+from slime_ppo.registry import Registry, import_dotted, split_dotted
 
 # what the token losses of a step are divided by: denominator.py
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -26,7 +27,7 @@ class EstimatorSpec:
 
     `needs_critic`: it reads values. `whitens`: its advantages are whitened by default (SEMANTICS 6). `uses_token_rewards`: it
     reads the reward of every token, so KL in the reward and process rewards reach it. `uses_groups`: it compares the
-    trajectories of a group.
+    trajectories of a group. Raises ConfigError for a path of another form.
     """
 
     path: str
@@ -35,13 +36,16 @@ class EstimatorSpec:
     uses_token_rewards: bool
     uses_groups: bool
 
+    def __post_init__(self) -> None:
+        split_dotted(self.path, origin="the path of an EstimatorSpec")
+
 
 @dataclass(frozen=True)
 class PolicyLossSpec:
     """A policy loss: (PolicyInputs, ClipRange) -> PolicyLoss at the dotted `path`.
 
     Its defaults: `eps_clip` (None = no lower clip), `eps_clip_high` (None = the same as eps_clip), `reduction`.
-    `dual_clip`: it accepts one.
+    `dual_clip`: it accepts one. Raises ConfigError for a path of another form and for defaults that the flags would refuse.
     """
 
     path: str
@@ -49,6 +53,18 @@ class PolicyLossSpec:
     eps_clip_high: float | None
     dual_clip: bool
     reduction: Reduction
+
+    def __post_init__(self) -> None:
+        split_dotted(self.path, origin="the path of a PolicyLossSpec")
+        spec = f"the PolicyLossSpec of {self.path}"
+        if self.eps_clip is not None and not 0 < self.eps_clip <= 1:
+            raise ConfigError(f"{spec} has eps_clip {self.eps_clip}; expected a number > 0 and <= 1, or None for no lower clip")
+        if self.eps_clip_high is not None and not 0 < self.eps_clip_high < math.inf:
+            raise ConfigError(
+                f"{spec} has eps_clip_high {self.eps_clip_high}; expected a finite number > 0, or None for that of eps_clip"
+            )
+        if self.reduction not in get_args(Reduction):
+            raise ConfigError(f"{spec} has reduction {self.reduction!r}; expected one of {', '.join(get_args(Reduction))}")
 
 
 _HERE = "slime_ppo.ppo_utils"

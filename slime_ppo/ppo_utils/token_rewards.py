@@ -3,6 +3,7 @@
 Shapes: N response tokens of all samples, n of them on this rank (n = N unless context parallelism splits them), S samples.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ def build_token_rewards(
     kl_coef: float,
     kl_kind: KLKind = "k1",
     process_rewards: Tensor | None = None,
+    sample_ids: Sequence[int] | Tensor | None = None,
     context: ContextShard | None = None,
 ) -> TokenRewards:
     """r_t = process reward_t - kl_coef * KL_t, plus the sequence reward at the last trainable token of the sample.
@@ -49,11 +51,11 @@ def build_token_rewards(
     With `context`, log-probs and results are those of this rank's n tokens; sequence_rewards, lens [S] and mask,
     process_rewards [N] are of the whole samples, so that every rank knows which token is credited, and the map whose it is. No
     collective. Raises ConfigError when a KL is asked for without a reference; DataError when a process reward has no
-    trainable token before it.
+    trainable token before it, which names the sample by `sample_ids` [S], without them by its place in the batch.
     """
     if ref_log_probs is None and kl_coef != 0:
         raise ConfigError(f"kl_coef is {kl_coef}, but there are no reference log-probs; give a reference model or set --kl-coef 0")
-    paid = _paid(sequence_rewards.to(old_full_log_probs.dtype), process_rewards, mask, lens)
+    paid = _paid(sequence_rewards.to(old_full_log_probs.dtype), process_rewards, mask, lens, sample_ids)
     if context is not None:
         mask, paid = context.take(mask), context.take(paid)
     if ref_log_probs is None:
@@ -64,13 +66,19 @@ def build_token_rewards(
     return TokenRewards(rewards=select(rewards, mask), kl=estimate.kl, clamped=estimate.clamped)
 
 
-def _paid(sequence_rewards: Tensor, process_rewards: Tensor | None, mask: Tensor, lens: Tensor) -> Tensor:
+def _paid(
+    sequence_rewards: Tensor,
+    process_rewards: Tensor | None,
+    mask: Tensor,
+    lens: Tensor,
+    sample_ids: Sequence[int] | Tensor | None,
+) -> Tensor:
     """Sequence and process rewards at the tokens that they are credited to, [N], in the dtype of the sequence rewards."""
     trained = trainable_counts(mask, lens) > 0
     owner = _last_trainable_up_to(mask)
     paid = sequence_rewards.new_zeros(len(mask))
     if process_rewards is not None:
-        paid.index_add_(0, *_credited(process_rewards.to(paid.dtype), owner, trained, lens))
+        paid.index_add_(0, *_credited(process_rewards.to(paid.dtype), owner, trained, lens, sample_ids))
     ends = lens.cumsum(0)[trained] - 1
     return paid.index_add_(0, owner[ends], sequence_rewards[trained])
 
@@ -84,7 +92,9 @@ def _last_trainable_up_to(mask: Tensor) -> Tensor:
     return torch.where(mask, position, -1).cummax(0).values if len(mask) else position
 
 
-def _credited(process_rewards: Tensor, owner: Tensor, trained: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+def _credited(
+    process_rewards: Tensor, owner: Tensor, trained: Tensor, lens: Tensor, sample_ids: Sequence[int] | Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Positions and amounts of the process rewards that are not 0."""
     row = sample_index(lens)
     paid = ((process_rewards != 0) & trained[row]).nonzero()[:, 0]
@@ -92,8 +102,10 @@ def _credited(process_rewards: Tensor, owner: Tensor, trained: Tensor, lens: Ten
     early = owner[paid] < first
     if bool(early.any()):
         token = paid[early][0]
+        place = int(row[token])
+        sample = f"sample {place} of the batch" if sample_ids is None else f"sample {int(sample_ids[place])}"
         raise DataError(
-            f"response token {int(token - first[early][0])} of sample {int(row[token])} of the batch has a process reward of "
+            f"response token {int(token - first[early][0])} of {sample} has a process reward of "
             f"{float(process_rewards[token])}, but no trainable token at or before it to credit; expected process rewards "
             "after the first trainable token only"
         )

@@ -301,20 +301,26 @@ class _SupportAndVocabLogProbs(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-def _require_fitting(logits: Tensor, labels: Tensor, supports: TokenSupports) -> None:
-    """Raise DataError when shapes or counts do not fit. Reads two numbers back from the device."""
+def require_fitting(supports: TokenSupports, labels: Tensor) -> None:
+    """Raise DataError when supports do not fit the labels [T] or their own counts. Reads two numbers back from the device."""
     counts, unrestricted = supports.counts, supports.unrestricted
     marked = torch.zeros_like(counts, dtype=torch.bool) if unrestricted is None else unrestricted
-    if not labels.shape == counts.shape == marked.shape == logits.shape[:1]:
+    if not labels.shape == counts.shape == marked.shape:
         raise DataError(
-            f"support counts {tuple(counts.shape)}, unrestricted marks {tuple(marked.shape)}, labels {tuple(labels.shape)} and "
-            f"logits {tuple(logits.shape)} do not agree; expected one of each per row of logits"
+            f"support counts {tuple(counts.shape)}, unrestricted marks {tuple(marked.shape)} and labels {tuple(labels.shape)} do "
+            "not agree; expected one of each per label"
         )
     total, of_marked = torch.stack([counts.sum(), counts.masked_fill(~marked, 0).sum()]).tolist()
     if total != len(supports.ids):
         raise DataError(f"support counts add up to {total}, but there are {len(supports.ids)} support ids")
     if of_marked != 0:
         raise DataError(f"rows marked unrestricted hold {of_marked} support ids; expected a count of 0 there")
+
+
+def _require_fitting(logits: Tensor, labels: Tensor, supports: TokenSupports) -> None:
+    if labels.shape != logits.shape[:1]:
+        raise DataError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} do not agree; expected one label per row")
+    require_fitting(supports, labels)
 
 
 def support_log_probs(

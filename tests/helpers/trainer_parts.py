@@ -160,18 +160,24 @@ class RecordingSync:
 
 
 class RecordingRewards:
-    """Gives each sample the reward 1; `dropped` sample ids are left out."""
+    """Gives each sample the reward 1, and `process_rewards` by sample id; `dropped` sample ids are left out."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.dropped: set[int] = set()
+        self.process_rewards: dict[int, list[float]] = {}
 
     def score(self, samples: Sequence[Sample], *, check: Callable[[], None]) -> RewardOutcome:
         check()
         self.journal.append("reward")
-        kept = tuple(sample.with_reward(1.0) for sample in samples if sample.sample_id not in self.dropped)
+        kept = tuple(self._rewarded(sample) for sample in samples if sample.sample_id not in self.dropped)
         reasons = {sample.sample_id: "returned None" for sample in samples if sample.sample_id in self.dropped}
         return RewardOutcome(kept, len(reasons), reasons)
+
+    def _rewarded(self, sample: Sample) -> Sample:
+        if sample.sample_id not in self.process_rewards:
+            return sample.with_reward(1.0)
+        return sample.with_reward(1.0, np.array(self.process_rewards[sample.sample_id], np.float32))
 
 
 class CountingPrompts:

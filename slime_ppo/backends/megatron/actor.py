@@ -7,20 +7,20 @@ import torch
 
 from slime_ppo.backends.megatron.actor_loss import ActorLoss, kl_side, present
 from slime_ppo.backends.megatron.advantages import with_advantages
-from slime_ppo.backends.megatron.collectives import sum_over_data_parallel, tensor_parallel_group
+from slime_ppo.backends.megatron.collectives import sum_over_data_parallel
 from slime_ppo.backends.megatron.correction import add_mismatch, add_reference_kl, correction_columns, trajectories_of
+from slime_ppo.backends.megatron.lm_head import LmHead, fuse_output_layer
 from slime_ppo.backends.megatron.role import (
     MegatronRole,
     StepDenominator,
-    non_finite_columns,
-    raise_together,
+    require_finite_columns,
     run_steps,
+    together,
 )
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.worker_settings import WorkerSettings
-from slime_ppo.ppo_utils.top_p import SupportLogProbs, TokenSupports, support_and_vocab_log_probs
-from slime_ppo.ppo_utils.vocab_parallel import EntropyMode, vocab_log_probs
+from slime_ppo.ppo_utils.registries import load
 from slime_ppo.ppo_utils.whiten import whiten_advantages
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled
@@ -35,8 +35,15 @@ class ActorRole(MegatronRole):
         super().__init__(settings, "language_model")
         self._ppo = ppo
         self._correction = correction
-        self._temperature = temperature
+        self._lm_head = LmHead(
+            vocab_size=self.shape.vocab_size,
+            temperature=temperature,
+            entropy_support=ppo.entropy_support,
+            weight=fuse_output_layer(self.model) if settings.model.fuse_lm_head else None,
+            sequence_parallel=self.layout.sequence_parallel,
+        )
         self._actor_loss = ActorLoss.of(ppo)
+        self._estimator = load(ppo.estimator_spec.path)
 
     def compute_log_probs(self, batch: RolloutBatch) -> tuple[ColumnPart | None, Stats]:
         """Old log-probs and entropy of this batch, the reference's log-probs where the KL is used, and the rollout correction.
@@ -53,7 +60,7 @@ class ActorRole(MegatronRole):
                 columns |= self.columns(micro_batches, self._reference_head).columns
         outside_mass = columns.pop("outside_mass") if "outside_mass" in columns else None
         mine = batch.select(part.rows)
-        raise_together(non_finite_columns(mine, columns), self.device)
+        together(lambda: require_finite_columns(mine, columns))
         mine = mine.with_columns(**columns)
         columns |= correction_columns(mine, self._correction)
         part = ColumnPart(part.rows, columns)
@@ -65,7 +72,7 @@ class ActorRole(MegatronRole):
     def compute_advantages(self, batch: RolloutBatch, kl_coef: float) -> tuple[ColumnPart | None, Stats]:
         """Token rewards, returns and advantages by an estimator that needs no critic, as CriticRole.compute_advantages."""
         rows = np.arange(batch.num_samples)[self.dp_rank :: self.layout.dp_size]
-        part, stats = with_advantages(batch, ColumnPart(rows, {}), self._ppo, kl_coef=kl_coef)
+        part, stats = with_advantages(batch, ColumnPart(rows, {}), self._ppo, self._estimator, kl_coef=kl_coef)
         return (part, stats) if self.reports else (None, Stats())
 
     def train(self, batch: RolloutBatch, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
@@ -88,27 +95,8 @@ class ActorRole(MegatronRole):
         rows = np.concatenate([micro_batch.rows for micro_batch in micro_batches])
         return ColumnPart(rows, {"old_log_probs": batch.select(rows).rollout_log_probs})
 
-    def _log_probs(self, micro_batch: MicroBatch, logits: torch.Tensor, entropy: EntropyMode) -> SupportLogProbs:
-        """Log-probs over the recorded support and over the vocabulary, the same when the sampler was unrestricted."""
-        labels = micro_batch.column("response_ids").long()
-        size, group = self.shape.vocab_size, tensor_parallel_group()
-        if micro_batch.batch.support_ids is not None:
-            supports = TokenSupports(micro_batch.column("support_ids").long(), micro_batch.column("support_counts").long())
-            return support_and_vocab_log_probs(
-                logits,
-                labels,
-                supports,
-                vocab_size=size,
-                temperature=self._temperature,
-                group=group,
-                entropy=entropy,
-                entropy_support=self._ppo.entropy_support,
-            )
-        full = vocab_log_probs(logits, labels, vocab_size=size, temperature=self._temperature, group=group, entropy=entropy)
-        return SupportLogProbs(full.log_probs, full.log_probs, torch.zeros_like(full.log_probs), full.entropy)
-
-    def _old_head(self, micro_batch: MicroBatch, logits: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = self._log_probs(micro_batch, logits, "metric")
+    def _old_head(self, micro_batch: MicroBatch, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self._lm_head.log_probs(micro_batch, output, "metric")
         columns = {"old_log_probs": found.log_probs, "entropy": present(found.entropy)}
         if micro_batch.batch.support_ids is not None:
             columns["outside_mass"] = found.outside_mass
@@ -116,8 +104,8 @@ class ActorRole(MegatronRole):
                 columns["old_full_log_probs"] = found.full_log_probs
         return columns
 
-    def _reference_head(self, micro_batch: MicroBatch, logits: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"ref_log_probs": kl_side(self._log_probs(micro_batch, logits, "none"), self._ppo)}
+    def _reference_head(self, micro_batch: MicroBatch, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"ref_log_probs": kl_side(self._lm_head.log_probs(micro_batch, output, "none"), self._ppo)}
 
     def _log_prob_stats(self, mine: RolloutBatch, num_trajectories: int, outside_mass: np.ndarray | None) -> Stats:
         """Token means over these samples; `num_trajectories` is this rank's share of the rollout's."""
@@ -141,8 +129,8 @@ class ActorRole(MegatronRole):
         if self._ppo.whitens and self._ppo.whiten_domain == "step":
             batch = _whitened_over_step(batch, step)
 
-        def loss(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
-            found = self._log_probs(micro_batch, logits, "grad" if self._ppo.entropy_coef > 0 else "metric")
+        def loss(micro_batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+            found = self._lm_head.log_probs(micro_batch, output, "grad" if self._ppo.entropy_coef > 0 else "metric")
             return self._actor_loss(micro_batch, found, denominator.seen_by(micro_batch), stats)
 
         self.accumulate(self.micro_batches(batch, step.rows), loss)

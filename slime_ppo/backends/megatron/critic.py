@@ -4,22 +4,22 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from slime_ppo.backends.megatron.advantages import with_advantages
-from slime_ppo.backends.megatron.collectives import data_parallel_group
+from slime_ppo.backends.megatron.collectives import gather_over_data_parallel
 from slime_ppo.backends.megatron.role import (
     MegatronRole,
     StepDenominator,
     add_token_means,
-    non_finite_columns,
-    raise_together,
+    require_finite_columns,
     run_steps,
+    together,
 )
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import loss_sum
 from slime_ppo.ppo_utils.moments import ExplainedVariance
+from slime_ppo.ppo_utils.registries import load
 from slime_ppo.ppo_utils.value_loss import clipped_value_loss, explained_variance
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
@@ -33,6 +33,7 @@ class CriticRole(MegatronRole):
     def __init__(self, settings: WorkerSettings, ppo: PpoConfig) -> None:
         super().__init__(settings, "value")
         self._ppo = ppo
+        self._estimator = load(ppo.estimator_spec.path)
 
     def compute_advantages(self, batch: RolloutBatch, kl_coef: float) -> tuple[ColumnPart | None, Stats]:
         """Values, token rewards, returns and advantages (SEMANTICS 4 to 6) before any update of this rollout.
@@ -41,9 +42,9 @@ class CriticRole(MegatronRole):
         Returns the samples of this rank (None on ranks whose samples another rank reports).
         """
         part = self.columns(self.micro_batches(batch, np.arange(batch.num_samples)), self._value_head)
-        mine = batch.select(part.rows)
-        raise_together(non_finite_columns(mine, part.columns), self.device)
-        part, stats = with_advantages(batch, part, self._ppo, kl_coef=kl_coef)
+        mine, columns = batch.select(part.rows), part.columns
+        together(lambda: require_finite_columns(mine, columns))
+        part, stats = with_advantages(batch, part, self._ppo, self._estimator, kl_coef=kl_coef)
         values, returns = torch.tensor(part.columns["values"]), torch.tensor(part.columns["returns"])
         explained = _merged_over_ranks(explained_variance(values, returns, torch.tensor(mine.loss_mask))).value
         if not self.reports:
@@ -62,10 +63,11 @@ class CriticRole(MegatronRole):
         results = run_steps(plan, batch, learning_rates, run)
         return results if self.reports else [Stats() for _ in results]
 
-    def _value_head(self, _: MicroBatch, output: torch.Tensor, last: torch.Tensor) -> dict[str, torch.Tensor]:
-        columns = {"values": output.float().reshape(-1)}
+    def _value_head(self, micro_batch: MicroBatch, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        values = output.float().reshape(-1)
+        columns = {"values": values.index_select(0, micro_batch.positions)}
         if self._ppo.truncation_policy == "bootstrap":
-            columns["bootstrap_values"] = last.float().reshape(-1)
+            columns["bootstrap_values"] = values.index_select(0, micro_batch.last_positions)
         return columns
 
     def _step(self, batch: RolloutBatch, step: Step, lr: float, stats: Stats) -> None:
@@ -74,7 +76,7 @@ class CriticRole(MegatronRole):
         def loss(micro_batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
             kept = micro_batch.column("kept_mask")
             found = clipped_value_loss(
-                output.float().reshape(-1),
+                output.float().reshape(-1).index_select(0, micro_batch.positions),
                 micro_batch.column("values"),
                 micro_batch.column("returns"),
                 kept,
@@ -94,13 +96,7 @@ class CriticRole(MegatronRole):
 
 def _merged_over_ranks(own: ExplainedVariance) -> ExplainedVariance:
     """The statistics of all data-parallel ranks, merged in rank order. Collective."""
-    group = data_parallel_group()
-    if group is None:
-        return own
-    parts: list[ExplainedVariance | None] = [None] * group.size()
-    dist.all_gather_object(parts, own, group=group)
     merged = ExplainedVariance()
-    for part in parts:
-        if part is not None:
-            merged = merged.merge(part)
+    for part in gather_over_data_parallel(own):
+        merged = merged.merge(part)
     return merged

@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import ColumnPart
 
-# output of the last stage at the response positions [N, ...], and at the positions after each whole sample [n, ...]
-Head = Callable[[MicroBatch, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
+# both get the output of the last stage over the whole pack [T, ...] and look at the micro-batch's positions themselves
+Head = Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]]
 Loss = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
@@ -26,10 +26,7 @@ def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[M
 
         def collect(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
             flat = output[0]
-            columns = head(
-                micro_batch, flat.index_select(0, micro_batch.positions), flat.index_select(0, micro_batch.last_positions)
-            )
-            collected.append({name: column.cpu() for name, column in columns.items()})
+            collected.append({name: column.cpu() for name, column in head(micro_batch, flat).items()})
             return _schedule_result(flat.new_zeros(()))
 
         return output, collect
@@ -44,8 +41,8 @@ def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[M
 def forward_backward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
     """Accumulate the gradient of the sum of `loss` over all micro-batches of all data-parallel ranks.
 
-    `loss` gets the model's output at the response positions [N, ...] and returns this micro-batch's share of the
-    objective, already divided by the step's denominator. An empty micro-batch contributes exactly 0.
+    `loss` gets the model's output [T, ...] and returns this micro-batch's share of the objective, already divided by the
+    step's denominator. An empty micro-batch contributes exactly 0.
     """
 
     def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
@@ -53,7 +50,7 @@ def forward_backward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[
         output = _forward(chunk, micro_batch)
 
         def share(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-            return _schedule_result(loss(micro_batch, output[0].index_select(0, micro_batch.positions)))
+            return _schedule_result(loss(micro_batch, output[0]))
 
         return output, share
 
@@ -61,7 +58,7 @@ def forward_backward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[
 
 
 def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """[1, T, vocabulary shard] logits of the actor, [1, T, 1] values of the critic."""
+    """[1, T, vocabulary shard] logits of the actor (fused: its last hidden states), [1, T, 1] values of the critic."""
     cu_seqlens = micro_batch.cu_seqlens
     packed = PackedSeqParams(
         qkv_format="thd",

@@ -38,6 +38,7 @@ class Case:
     lr: float = 2e-4
     weight_decay: float = 0.1
     offload_between: bool = False
+    fuse_lm_head: bool = False
     rendezvous: str = ""
 
     def settings(self, rank: int, role: str) -> WorkerSettings:
@@ -58,6 +59,7 @@ class Case:
                 ref_folder=self.ref_folder if role == "actor" else None,
                 dtype="float32",
                 make_vocab_size_divisible_by=32,
+                fuse_lm_head=self.fuse_lm_head,
             ),
             # Adam turns a gradient into its sign; the eps keeps rounding from deciding that for elements that are nearly 0
             optimizer=OptimizerSettings(

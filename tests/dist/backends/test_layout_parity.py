@@ -6,6 +6,7 @@ after they were computed, so that ratios and values reach their clips in the fir
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from tests.dist.backends.compare import gradient_error, relative
 from tests.dist.backends.conftest import CaseMaker
 from tests.dist.backends.models import drawn_nearby
 from tests.helpers.rank_pool import RankPool
+
+if TYPE_CHECKING:
+    from tests.dist.backends.ranks import Report
 
 NOISE = 0.2
 # of the three steps: the first starts from equal weights, the others from weights that differ by what Adam makes of rounding
@@ -109,10 +113,30 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
     layout: str,
 ) -> None:
     case = _case(make_case, name)
-    if name not in one_rank_reports:
-        one_rank_reports[name] = _run(megatron_pool, case, name)[0]
-    expected = one_rank_reports[name]
+    expected = _one_rank(megatron_pool, case, name, one_rank_reports)
     report = _run(megatron_pool, case.on(*LAYOUTS[layout], tmp_path), name)[0]
+    _assert_reports_equal(report, expected, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("tied", "tp2"), ("untied", "tp2_dp2"), ("support", "one_rank_single"), ("support", "tp2")]
+)
+def test_iteration_fused_lm_head_equals_one_rank_with_logits(
+    megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict, tmp_path: Path, *, name: str, layout: str
+) -> None:
+    case = _case(make_case, name)
+    expected = _one_rank(megatron_pool, case, name, one_rank_reports)
+    fused = replace(case.on(*LAYOUTS[layout], tmp_path), fuse_lm_head=True)
+    _assert_reports_equal(_run(megatron_pool, fused, name)[0], expected, case)
+
+
+def _one_rank(pool: RankPool, case: Case, name: str, reports: dict) -> "Report":
+    if name not in reports:
+        reports[name] = _run(pool, case, name)[0]
+    return reports[name]
+
+
+def _assert_reports_equal(report: "Report", expected: "Report", case: Case) -> None:
     assert report.columns.keys() == expected.columns.keys()
     for column, values in expected.columns.items():
         assert relative(report.columns[column], values) <= 1e-5, column

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_ppo.ppo_utils import reference
-from slime_ppo.ppo_utils.reference_types import ReferenceSettings, ReferenceStep
 from tests.dist.ppo_utils.ranks import vocab_case, whiten_case
-from tests.helpers.ppo_cases import VOCAB, TinyModel, random_samples
 from tests.helpers.rank_pool import RankPool
 
 RANKS = "tests.dist.ppo_utils.ranks"
@@ -83,29 +80,15 @@ def test_whiten_over_ranks_equals_one_rank_for_every_split(rank_pool: RankPool, 
     assert _close(whitened, alone.double(), dtype)
 
 
-@pytest.mark.parametrize(("world", "num_micro_batches"), [(1, 2), (2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean"])
-def test_iteration_over_data_parallel_ranks_equals_the_reference(
-    rank_pool: RankPool, world: int, num_micro_batches: int, reduction: str
-) -> None:
-    settings = ReferenceSettings(
-        vocab_size=VOCAB, temperature=0.8, kl_coef=0.1, entropy_coef=0.01, loss_reduction=reduction, clip_grad=0.5
-    )
-    steps = [ReferenceStep([4, 0, 6, 2], 0.05, 0.03), ReferenceStep([1, 3, 5], 0.04, 0.02)]
-    options = {"settings": settings, "steps": steps, "restricted": True, "num_micro_batches": num_micro_batches}
-    results = rank_pool.run(f"{RANKS}:iteration", world=world, **options)
-    policy, critic = TinyModel(VOCAB + 3, 0), TinyModel(1, 2)
-    reference.ppo_iteration(
-        policy,
-        TinyModel(VOCAB + 3, 1),
-        critic,
-        random_samples(3, restricted=True),
-        settings,
-        steps=steps,
-        actor_optimizer=torch.optim.Adam(policy.parameters()),
-        critic_optimizer=torch.optim.Adam(critic.parameters()),
-    )
-    expected = [parameter.detach() for model in (policy, critic) for parameter in model.parameters()]
-    for weights in results:
-        for found, wanted in zip(weights, expected, strict=True):
-            assert (found - wanted).abs().max() <= 1e-10
+def test_collectives_of_losses_correction_and_whitening_are_as_documented(rank_pool: RankPool) -> None:
+    """Forward and backward; those of log-probs and context parallelism are counted where these are tested."""
+    expected = {
+        "ppo": [0, 0],
+        "cispo": [0, 0],
+        "gspo": [1, 1],
+        "correction per token": [0, 0],
+        "correction per sequence": [1, 0],
+        "rejection": [1, 0],
+        "whitening": [1, 0],
+    }
+    assert rank_pool.run(f"{RANKS}:collectives", world=2) == [expected] * 2

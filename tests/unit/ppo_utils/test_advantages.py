@@ -142,7 +142,9 @@ def test_estimator_dealing_the_rows_over_ranks_changes_nothing(name: str, seed: 
             torch.cat([x[:0], *(x.split(lens)[row] for row in rows.tolist())]) for x in columns
         )
         found = EVERY[name](AdvantageInputs(rewards, mask, inputs.lens[rows], inputs.rollout, rows, values), NUMBERS)
-        assert torch.equal(found.advantages, advantages) and torch.equal(found.returns, returns)
+        # the scan's blocks lie elsewhere in the pack of a rank, so that the last digits may differ
+        assert torch.allclose(found.advantages, advantages, rtol=0, atol=1e-12)
+        assert torch.allclose(found.returns, returns, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -58,5 +58,7 @@ def test_adaptive_bad_settings_or_measurement_are_refused() -> None:
         AdaptiveKL(0.1, 0.0, 10)
     with pytest.raises(ConfigError, match="horizon is -1"):
         AdaptiveKL(0.1, 1.0, -1)
+    with pytest.raises(ConfigError, match="horizon is 0"):
+        AdaptiveKL(0.1, 1.0, 0)
     with pytest.raises(NumericsError, match="nan"):
         AdaptiveKL(0.1, 1.0, 10).update(float("nan"), 5)

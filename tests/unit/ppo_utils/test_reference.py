@@ -11,7 +11,8 @@ from slime_ppo.ppo_utils import reference
 from slime_ppo.ppo_utils.off_policy_stats import CorrectionSettings
 from slime_ppo.ppo_utils.reference_types import IterationReport, ReferenceSample, ReferenceSettings, ReferenceStep
 from slime_ppo.ppo_utils.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from tests.helpers.ppo_cases import VOCAB, FastReport, TinyModel, fast_iteration, random_samples
+from tests.helpers.fast_ppo import FastReport, Models, fast_iteration
+from tests.helpers.ppo_cases import VOCAB, TinyModel, random_samples
 
 STEPS = [
     ReferenceStep([4, 0, 6, 2], 0.05, 0.03),
@@ -103,10 +104,14 @@ CASES = {
 }
 
 
-def _models(settings: ReferenceSettings) -> dict[str, TinyModel | None]:
+def _models(settings: ReferenceSettings) -> Models:
     needs_critic = ADVANTAGE_ESTIMATORS.entries[settings.advantage_estimator].needs_critic
-    critic = TinyModel(1, 2) if needs_critic else None
-    return {"policy": TinyModel(VOCAB + 3, 0), "reference": TinyModel(VOCAB + 3, 1), "critic": critic}
+    return Models(TinyModel(VOCAB + 3, 0), TinyModel(VOCAB + 3, 1), TinyModel(1, 2) if needs_critic else None)
+
+
+def _optimizers(models: Models) -> dict[str, torch.optim.Optimizer | None]:
+    critic = None if models.critic is None else torch.optim.Adam(models.critic.parameters())
+    return {"actor_optimizer": torch.optim.Adam(models.policy.parameters()), "critic_optimizer": critic}
 
 
 def _both(
@@ -115,18 +120,11 @@ def _both(
     """Reports of the fast functions and of the reference, and how far the weights they end with are apart."""
     models = _models(settings)
     twins = copy.deepcopy(models)
-    optimizers = [
-        {
-            "actor_optimizer": torch.optim.Adam(side["policy"].parameters()),
-            "critic_optimizer": None if side["critic"] is None else torch.optim.Adam(side["critic"].parameters()),
-        }
-        for side in (models, twins)
-    ]
-    common = {"samples": samples, "settings": settings, "steps": steps}
-    fast = fast_iteration(**models, **common, num_micro_batches=num_micro_batches, **optimizers[0])
-    plain = reference.ppo_iteration(**twins, **common, **optimizers[1])
-    trained = [role for role in ("policy", "critic") if models[role] is not None]
-    pairs = [pair for role in trained for pair in zip(models[role].parameters(), twins[role].parameters(), strict=True)]
+    fast = fast_iteration(models, samples, settings, steps, num_micro_batches=num_micro_batches, **_optimizers(models))
+    plain = reference.ppo_iteration(
+        twins.policy, twins.reference, twins.critic, samples, settings, steps=steps, **_optimizers(twins)
+    )
+    pairs = [pair for a, b in zip(models.all, twins.all, strict=True) for pair in zip(a.parameters(), b.parameters(), strict=True)]
     return fast, plain, max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
@@ -134,16 +132,20 @@ def _require_equal(
     settings: ReferenceSettings, samples: list[ReferenceSample], steps: list[ReferenceStep], num_micro_batches: int
 ) -> IterationReport:
     fast, plain, distance = _both(settings, samples, steps, num_micro_batches)
-    assert fast.actor_grad_norms == pytest.approx([s.actor.grad_norm for s in plain.steps if s.actor is not None], rel=1e-10)
-    assert fast.critic_grad_norms == pytest.approx([s.critic.grad_norm for s in plain.steps if s.critic is not None], rel=1e-10)
+    for found, step in zip(fast.steps, plain.steps, strict=True):
+        assert step.actor is not None
+        assert found.actor_grad_norm == pytest.approx(step.actor.grad_norm, rel=1e-10)
+        assert (found.critic_grad_norm is None) == (step.critic is None)
+        if step.critic is not None:
+            assert found.critic_grad_norm == pytest.approx(step.critic.grad_norm, rel=1e-10)
     assert fast.kl == pytest.approx(plain.kl, rel=1e-10)
     assert fast.rejected.tolist() == [one.rejected for one in plain.scored]
     mask = torch.cat([s.loss_mask for s in samples])
-    assert fast.rewards[mask].tolist() == pytest.approx([r for one in plain.scored for r in one.rewards], rel=1e-10)
+    assert fast.columns.rewards[mask].tolist() == pytest.approx([r for one in plain.scored for r in one.rewards], rel=1e-10)
     counted = torch.cat([s.loss_mask & one.counts for s, one in zip(samples, plain.scored, strict=True)])
-    assert fast.returns[counted].tolist() == pytest.approx(
-        [g for one in plain.scored if one.counts for g in one.returns], rel=1e-10
-    )
+    assert torch.equal(fast.columns.kept, counted)
+    expected_returns = [g for one in plain.scored if one.counts for g in one.returns]
+    assert fast.columns.returns[counted].tolist() == pytest.approx(expected_returns, rel=1e-10)
     assert distance <= 1e-10
     return plain
 
@@ -192,7 +194,7 @@ def test_iteration_step_of_rejected_samples_only_runs_no_optimizer_step() -> Non
     """A rejection that no sample passes: nothing moves, on either side."""
     settings = _settings(correction=CorrectionSettings(rejection="geometric", rejection_high=1e-8))
     fast, plain, _ = _both(settings, random_samples(3, restricted=False), STEPS, 2)
-    assert plain.steps == () and fast.actor_grad_norms == [] and fast.critic_grad_norms == []
+    assert plain.steps == () and fast.steps == []
     assert (plain.kl, fast.kl) == (0.0, 0.0)
 
 

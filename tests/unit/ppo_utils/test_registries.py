@@ -1,6 +1,7 @@
 """The registries: what each name stands for, the user's own by dotted path, and that every path leads to a function."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from slime_ppo.ppo_utils.registries import (
 )
 
 FLAG = "--policy-loss"
+PPO = POLICY_LOSSES.entries["ppo"]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,48 @@ def own_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_resolve_dotted_path_gives_the_users_own_spec(own_specs: str) -> None:
     assert resolve_policy_loss(f"{own_specs}.LOSS", origin=FLAG) == POLICY_LOSSES.entries["ppo"]
     assert resolve_estimator(f"{own_specs}.ESTIMATOR", origin=FLAG) == ADVANTAGE_ESTIMATORS.entries["gae"]
+
+
+BAD_SPECS: dict[str, tuple[Callable[[], object], str]] = {
+    "estimator_path": (
+        lambda: replace(ADVANTAGE_ESTIMATORS.entries["gae"], path="gae_advantages"),
+        "the path of an EstimatorSpec: 'gae_advantages' is no dotted path; expected package.module.attribute",
+    ),
+    "loss_path": (lambda: replace(PPO, path="my/losses.py:loss"), "the path of a PolicyLossSpec: 'my/losses.py:loss' is no dotted"),
+    "clip_zero": (lambda: replace(PPO, eps_clip=0.0), "PolicyLossSpec of .*clipped_policy_loss has eps_clip 0.0; expected .* <= 1"),
+    "clip_above_1": (lambda: replace(PPO, eps_clip=1.5), "has eps_clip 1.5; expected a number > 0 and <= 1, or None"),
+    "clip_nan": (lambda: replace(PPO, eps_clip=float("nan")), "has eps_clip nan"),
+    "clip_high_negative": (lambda: replace(PPO, eps_clip_high=-0.2), "has eps_clip_high -0.2; expected a finite number > 0"),
+    "clip_high_infinite": (lambda: replace(PPO, eps_clip_high=float("inf")), "has eps_clip_high inf"),
+    "reduction": (
+        lambda: PolicyLossSpec("a.b.c", eps_clip=0.2, eps_clip_high=None, dual_clip=False, reduction="mean"),  # type: ignore[arg-type]
+        "PolicyLossSpec of a.b.c has reduction 'mean'; expected one of token-mean, seq-mean-token-mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", list(BAD_SPECS))
+def test_spec_that_no_run_could_use_is_refused_when_it_is_made(which: str) -> None:
+    make, message = BAD_SPECS[which]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_spec_at_the_ends_of_its_ranges_is_accepted() -> None:
+    assert replace(PPO, eps_clip=1.0, eps_clip_high=1e-9).eps_clip == 1.0
+    assert replace(PPO, eps_clip=None, eps_clip_high=None).eps_clip is None
+
+
+def test_resolve_users_spec_that_is_refused_says_why_and_who_named_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_bad_spec.py").write_text(
+        "from dataclasses import replace\n"
+        "from slime_ppo.ppo_utils.registries import POLICY_LOSSES\n"
+        "LOSS = replace(POLICY_LOSSES.entries['ppo'], reduction='mean')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="--policy-loss: my_bad_spec.LOSS cannot be used, .* has reduction 'mean'; expected one"):
+        resolve_policy_loss("my_bad_spec.LOSS", origin=FLAG)
 
 
 def test_resolve_dotted_path_to_another_kind_is_refused(own_specs: str) -> None:

@@ -55,6 +55,8 @@ def test_token_rewards_process_reward_before_the_first_trainable_token_names_it(
     process = torch.tensor([0, 0, 0, 5.0, 0, 0, 0, 0])
     with pytest.raises(DataError, match=r"response token 0 of sample 1 .* process reward of 5\.0"):
         build_token_rewards(REWARDS, OLD, None, MASK, LENS, kl_coef=0.0, process_rewards=process)
+    with pytest.raises(DataError, match=r"response token 0 of sample 71 has a process reward of 5\.0"):
+        build_token_rewards(REWARDS, OLD, None, MASK, LENS, kl_coef=0.0, process_rewards=process, sample_ids=[70, 71, 72])
 
 
 def test_token_rewards_kl_without_reference_is_refused() -> None:

@@ -78,10 +78,10 @@ def test_value_loss_negative_clip_is_refused() -> None:
 
 
 def test_explained_variance_matches_hand_value_and_ignores_masked() -> None:
-    returns, values = torch.tensor([1.0, NAN, 2.0, 3.0]), torch.tensor([0.0, 5.0, 1.0, 3.0])
-    # residuals 1, 1, 0: variance 1/3; returns 1, 2, 3: variance 1
+    returns, values = torch.tensor([1.0, NAN, 2.0, 3.0]), torch.tensor([0.0, 5.0, 1.5, 3.0])
+    # residuals 1, 1/2, 0: variance 1/4; returns 1, 2, 3: variance 1
     found = explained_variance(values, returns, torch.tensor([True, False, True, True]))
-    assert found.value == pytest.approx(2 / 3, rel=1e-12)
+    assert found.value == pytest.approx(3 / 4, rel=1e-12)
 
 
 def test_explained_variance_equals_the_reference_twin() -> None:

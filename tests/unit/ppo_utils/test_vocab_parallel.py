@@ -1,4 +1,5 @@
-"""Log-probs and entropy on one rank against torch's log_softmax in float64; over ranks in tests/dist."""
+"""Log-probs and entropy on one rank against torch's log_softmax in float64; over ranks in tests/dist. Writing the gradient
+over the logits is in test_overwrite_logits.py."""
 
 import math
 
@@ -7,7 +8,16 @@ import torch
 from torch import Tensor
 
 from slime_ppo.errors import ParallelError
-from slime_ppo.ppo_utils.vocab_parallel import TokenLogProbs, vocab_log_probs
+from slime_ppo.ppo_utils.vocab_parallel import (
+    TokenLogProbs,
+    VocabShard,
+    dense_gradient,
+    merge_rows,
+    row_statistics,
+    vocab_log_probs,
+)
+from tests.helpers.dispatch import Allocations
+from tests.helpers.rank_pool import RankPool
 
 NAN = float("nan")
 
@@ -61,12 +71,24 @@ def test_log_probs_of_low_precision_logits_are_within_2e_6_of_float64(dtype: tor
     assert (out.log_probs - _expected(logits, labels, 2000, temperature)[0]).abs().max() <= 2e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_over_a_real_vocabulary_are_within_2e_6_of_float64(dtype: torch.dtype, temperature: float) -> None:
+    logits, labels = _random(4, 151_936, 151_936)
+    logits = (logits / 2).to(dtype)
+    out = _run(logits, labels, vocab_size=151_936, temperature=temperature)
+    log_probs, entropy = _expected(logits, labels, 151_936, temperature)
+    assert (out.log_probs - log_probs).abs().max() <= 2e-6
+    assert (out.entropy - entropy).abs().max() <= 4e-6
+
+
 @pytest.mark.parametrize("entropy", ["none", "grad"])
-def test_log_probs_gradient_matches_finite_differences(entropy: str) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_gradient_matches_finite_differences(entropy: str, temperature: float) -> None:
     logits, labels = _random(3, 7, 6)
 
     def outputs(x: Tensor) -> tuple[Tensor, ...]:
-        out = _run(x, labels, vocab_size=6, temperature=0.8, entropy=entropy)
+        out = _run(x, labels, vocab_size=6, temperature=temperature, entropy=entropy)
         return (out.log_probs,) if out.entropy is None else (out.log_probs, out.entropy)
 
     assert torch.autograd.gradcheck(outputs, logits.requires_grad_())
@@ -104,6 +126,40 @@ def test_minus_infinity_logits_have_no_probability_and_finite_gradients() -> Non
     assert torch.isfinite(logits.grad).all() and logits.grad[0, 1] == 0
 
 
+def test_row_of_minus_infinity_with_zero_upstream_gradient_leaves_the_others_alone() -> None:
+    logits, labels = _random(3, 6, 6)
+    logits[1] = -math.inf
+    logits.requires_grad_()
+    out = _run(logits, labels, vocab_size=6)
+    keep = torch.tensor([True, False, True])
+    (torch.where(keep, out.log_probs, 0.0) + torch.where(keep, out.entropy, 0.0)).sum().backward()
+    log_probs, entropy = _expected(logits.detach()[keep], labels[keep], 6, 1.0)
+    assert torch.allclose(out.log_probs[keep], log_probs) and torch.allclose(out.entropy[keep], entropy)
+    assert logits.grad is not None and torch.isfinite(logits.grad).all() and logits.grad[1].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logits_of_ten_thousand_give_hand_values_and_finite_gradients(dtype: torch.dtype) -> None:
+    """Row 0: the label leads by 2e4, probability 1. Row 1: it trails by 2e4, log-prob -2e4 exactly. Row 2: two equal
+    logits of 1e4, log-prob -log 2, however large they are. The gradient goes by the row's log-sum-exp, a number near 1e4."""
+    rows = [[1e4, -1e4, -1e4], [-1e4, 1e4, -1e4], [1e4, 1e4, -1e4]]
+    logits = torch.tensor(rows, dtype=dtype, requires_grad=True)
+    out = _run(logits, torch.tensor([0, 0, 0]), vocab_size=3)
+    (out.log_probs + out.entropy).sum().backward()
+    assert out.log_probs.tolist() == pytest.approx([0.0, -2e4, -math.log(2.0)], rel=1e-6)
+    assert out.entropy.tolist() == pytest.approx([0.0, 0.0, math.log(2.0)], rel=1e-6)
+    expected = [[0.0, 0.0, 0.0], [1.0, -1.0, 0.0], [0.5, -0.5, 0.0]]
+    assert torch.allclose(logits.grad, torch.tensor(expected, dtype=dtype), rtol=1e4 * torch.finfo(dtype).eps, atol=1e-9)
+
+
+def test_label_outside_the_real_vocabulary_pushes_every_column_down() -> None:
+    """Without its column the gradient of the log-prob is -p: the softmax's part alone."""
+    logits, _ = _random(2, 6, 4)
+    logits.requires_grad_()
+    _run(logits, torch.tensor([-1, 5]), vocab_size=4, entropy="none").log_probs.sum().backward()
+    assert torch.allclose(logits.grad[:, :4], -logits.detach()[:, :4].softmax(-1)) and logits.grad[:, 4:].eq(0).all()
+
+
 @pytest.mark.parametrize("label", [-1, 4, 6])
 def test_label_outside_the_real_vocabulary_has_log_prob_minus_infinity(label: int) -> None:
     out = _run(torch.randn(1, 6), torch.tensor([label]), vocab_size=4)
@@ -123,12 +179,56 @@ def test_no_tokens_give_empty_results() -> None:
     assert logits.grad is not None and logits.grad.shape == (0, 5)
 
 
-def test_second_derivative_is_refused() -> None:
+def test_shard_of_padding_only_has_empty_statistics_and_zero_gradient() -> None:
+    logits, labels, shard = torch.full((2, 3), NAN), torch.tensor([0, 5]), VocabShard(start=9, num_real=0, group=None)
+    stats = row_statistics(logits, labels, shard, temperature=0.7, with_entropy=True)
+    assert stats.tolist() == [[-math.inf, 0.0, 0.0, -math.inf]] * 2
+    upstream = {"grad_log_probs": torch.ones(2), "grad_entropy": torch.ones(2)}
+    grad = dense_gradient(logits, labels, shard, torch.zeros(2), torch.ones(2), temperature=0.7, **upstream)
+    assert grad.shape == (2, 3) and grad.eq(0).all()
+
+
+def test_statistics_of_three_shards_merge_into_those_of_one() -> None:
+    """The second shard is padding from its third column on, the third is padding only; in row 0 the first has -inf only."""
+    logits, labels = _random(4, 12, 6)
+    logits[0, :4], labels[0] = -math.inf, 5
+    shards = [VocabShard(start=start, num_real=num, group=None) for start, num in [(0, 4), (4, 2), (8, 0)]]
+    parts = [
+        row_statistics(part, labels, shard, temperature=0.7, with_entropy=True)
+        for part, shard in zip(logits.split(4, 1), shards, strict=True)
+    ]
+    totals = merge_rows(torch.stack(parts), temperature=0.7)
+    log_probs, entropy = _expected(logits[1:], labels[1:], 6, 0.7)
+    first = _expected(logits[:1, 4:6], labels[:1] - 4, 2, 0.7)
+    assert torch.allclose(totals.log_probs(0.7), torch.cat([first[0], log_probs]))
+    assert torch.allclose(totals.entropy, torch.cat([first[1], entropy]))
+
+
+@pytest.mark.parametrize("entropy", ["none", "grad"])
+def test_second_derivative_is_refused(entropy: str) -> None:
     logits, labels = _random(2, 5, 5)
     logits.requires_grad_()
-    log_probs = _run(logits, labels, vocab_size=5).log_probs
+    out = _run(logits, labels, vocab_size=5, entropy=entropy)
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(log_probs.sum(), logits, create_graph=True)
+        torch.autograd.grad((out.log_probs if out.entropy is None else out.entropy).sum(), logits, create_graph=True)
+
+
+@pytest.mark.parametrize("entropy", ["none", "metric", "grad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_gradient_is_as_large_as_the_logits(entropy: str, dtype: torch.dtype) -> None:
+    num_tokens, width = 64, 100_000
+    logits = torch.zeros((num_tokens, width), dtype=dtype, requires_grad=True)
+    with Allocations(logits.nbytes // 2) as forward:
+        out = _run(logits, torch.arange(num_tokens), vocab_size=width - 3, temperature=0.7, entropy=entropy)
+    with Allocations(logits.nbytes // 2) as backward:
+        (out.log_probs.sum() if entropy != "grad" else out.log_probs.sum() + out.entropy.sum()).backward()
+    assert forward.names == [] and backward.names == ["aten.empty_like.default"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_collectives_are_one_forward_and_none_backward(rank_pool: RankPool, overwrite: bool) -> None:
+    for forward, backward in rank_pool.run("tests.helpers.vocab_cases:collectives_of_rank", world=2, overwrite=overwrite):
+        assert forward == ["c10d._allgather_base_.default"] and backward == []
 
 
 def test_fewer_columns_than_the_vocabulary_are_refused() -> None:

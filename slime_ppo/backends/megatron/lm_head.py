@@ -1,0 +1,78 @@
+"""From the output of the policy's model to log-probs of the response tokens.
+
+Two ways with one result. By default the output layer makes logits and ppo_utils reads them. Fused, the output layer hands its
+input on, and the log-probs come from hidden states and weight block by block: the logits of a micro-batch never exist, and
+those of prompt tokens are never computed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from slime_ppo.backends.megatron.collectives import tensor_parallel_group
+from slime_ppo.ppo_utils.linear_logprob import linear_log_probs, linear_support_log_probs
+from slime_ppo.ppo_utils.top_p import EntropySupport, SupportLogProbs, TokenSupports, support_and_vocab_log_probs
+from slime_ppo.ppo_utils.vocab_parallel import EntropyMode, TokenLogProbs, vocab_log_probs
+from slime_ppo.types.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class LmHead:
+    """`weight`: this rank's rows of the output layer when it is fused, None when the model's output is logits."""
+
+    vocab_size: int
+    temperature: float
+    entropy_support: EntropySupport
+    weight: torch.nn.Parameter | None
+    sequence_parallel: bool
+
+    def log_probs(self, micro_batch: MicroBatch, output: torch.Tensor, entropy: EntropyMode) -> SupportLogProbs:
+        """Over the recorded support and over the vocabulary, the same when the sampler was unrestricted; each [N].
+
+        `output` [T, ...] is the model's, over the whole pack. Collective over tensor-parallel ranks.
+        """
+        labels = micro_batch.column("response_ids").long()
+        common: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "temperature": self.temperature,
+            "group": tensor_parallel_group(),
+            "entropy": entropy,
+        }
+        if micro_batch.batch.support_ids is None:
+            return _unrestricted(self._over_vocabulary(micro_batch, output, labels, common))
+        supports = TokenSupports(micro_batch.column("support_ids").long(), micro_batch.column("support_counts").long())
+        common["entropy_support"] = self.entropy_support
+        if self.weight is None:
+            logits = output.index_select(0, micro_batch.positions)
+            return support_and_vocab_log_probs(logits, labels, supports, **common)
+        return linear_support_log_probs(output, self.weight, labels, supports, **common, **self._states(micro_batch))
+
+    def _over_vocabulary(
+        self, micro_batch: MicroBatch, output: torch.Tensor, labels: torch.Tensor, common: dict[str, Any]
+    ) -> TokenLogProbs:
+        if self.weight is None:
+            return vocab_log_probs(output.index_select(0, micro_batch.positions), labels, **common)
+        return linear_log_probs(output, self.weight, labels, **common, **self._states(micro_batch))
+
+    def _states(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {"positions": micro_batch.positions, "sequence_parallel": self.sequence_parallel}
+
+
+def _unrestricted(found: TokenLogProbs) -> SupportLogProbs:
+    return SupportLogProbs(found.log_probs, found.log_probs, torch.zeros_like(found.log_probs), found.entropy)
+
+
+def fuse_output_layer(model: GPTModel) -> torch.nn.Parameter:
+    """Make the model's output its last hidden states (under sequence parallelism this rank's slice); the weight it would have
+    multiplied them with is returned, and stays where checkpoints and weight sync look for it."""
+
+    def hand_on(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    model.output_layer.forward = hand_on
+    own: torch.nn.Parameter | None = model.output_layer.weight
+    # an output layer that shares the embedding of its own stage has no weight; Megatron passes it in at every call
+    tied: torch.nn.Parameter = model.embedding.word_embeddings.weight
+    return tied if own is None else own
