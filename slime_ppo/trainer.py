@@ -164,6 +164,7 @@ class PpoTrainer:
         if not outcome.samples:
             first = next(iter(outcome.reasons.values()))
             raise RewardError(f"all {len(trainable)} samples were dropped, nothing to train on; the first reward call {first}")
+        self._check_process_rewards(outcome.samples)
         return list(outcome.samples)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
@@ -201,24 +202,26 @@ class PpoTrainer:
         ).renumbered(trainable)
         if plan.steps:
             return plan
-        empty = (Step(pass_index=0, step_index=index, rows=trainable[:0]) for index in range(self.config.steps_per_rollout))
+        passes = range(self.config.ppo.num_epochs_per_rollout)
+        empty = (Step(one, index, rows=trainable[:0]) for one in passes for index in range(self.config.steps_per_pass))
         return replace(plan, steps=tuple(empty))
 
     def _learning_rates(self, role: RoleName, rollout_id: int, plan: StepPlan) -> list[float]:
-        """The rate of each step, a function of (rollout, planned step); the actor's schedule starts after critic-only rollouts."""
+        """The rate of each step, a function of (rollout, planned step): a pass that lost steps to dropped samples leaves those of
+        the next pass where they were. The actor's schedule starts after critic-only rollouts."""
         settings = self.config.role(role)
         trained_before = rollout_id - (self.config.ppo.num_critic_only_steps if role == "actor" else 0)
         first = trained_before * self.config.steps_per_rollout
         return [
             learning_rate(
-                first + index,
+                first + step.pass_index * self.config.steps_per_pass + step.step_index,
                 lr=settings.lr,
                 min_lr=settings.min_lr,
                 warmup_iters=settings.lr_warmup_iters,
                 decay_iters=settings.lr_decay_iters,
                 decay_style=settings.lr_decay_style,
             )
-            for index in range(len(plan.steps))
+            for step in plan.steps
         ]
 
     def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
@@ -236,6 +239,18 @@ class PpoTrainer:
         """Before a rollout whose number is a multiple of the interval; the last rollout is evaluated after its updates."""
         last = rollout_id == self.config.run.num_rollout - 1
         return bool(self.parts.heldout) and not last and rollout_id % self.config.eval.eval_interval == 0
+
+    def _check_process_rewards(self, samples: Sequence[Sample]) -> None:
+        """Refuse process rewards that the advantage estimator would not read."""
+        if self.config.ppo.estimator_spec.uses_token_rewards:
+            return
+        for sample in samples:
+            if sample.process_rewards is not None and sample.process_rewards.any():
+                raise RewardError(
+                    f"the reward function paid single tokens of sample {sample.sample_id} (process rewards), and "
+                    f"--advantage-estimator {self.config.ppo.advantage_estimator} reads the rewards of whole responses only: they "
+                    "would be lost. Use gae or reinforce_plus_plus, or return no process rewards"
+                )
 
     def _check_gap(self, stats: Stats) -> None:
         """Stop when engine and trainer no longer agree on the tokens' log-probs (--max-logprob-gap)."""
@@ -268,7 +283,8 @@ class PpoTrainer:
                 if self.skipped_in_a_row[role] >= limit:
                     raise NumericsError(
                         f"{limit} optimizer steps of the {role} in a row were skipped (--max-skipped-steps): gradients that are "
-                        "not finite, or steps without trainable tokens. Look at grad_norm and num_tokens in metrics.jsonl"
+                        "not finite, steps without trainable tokens, or steps whose samples were all rejected "
+                        "(--rollout-rejection). Look at grad_norm, num_tokens and rollout/rejected_samples in metrics.jsonl"
                     )
 
     def _update_kl(self, log_probs: Stats) -> None:

@@ -23,7 +23,8 @@ class Checked:
     def cite(self, key: str) -> str:
         """`--flag value (file.yaml:12)`; the origin is left out where it is the flag itself or not known."""
         spec, value = OPTION_BY_KEY[key], self.values[key]
-        written = spec.flag if value is True else spec.no_flag if value is False else f"{spec.flag} {shown(value)}"
+        given = "not set" if value is None else shown(value)
+        written = spec.flag if value is True else spec.no_flag if value is False else f"{spec.flag} {given}"
         origin = self.origin(key)
         return written if origin == "config" or origin.startswith("--") else f"{written} ({origin})"
 

@@ -93,6 +93,11 @@ def config_warnings(config: Config) -> tuple[str, ...]:
             f"--kl-reward-type {config.ppo.kl_reward_type}: inside the reward only k1 gives the gradient of the KL; use it for "
             "comparison only"
         )
+    if config.ppo.policy_loss == "gspo" and config.ppo.reduction != "seq-mean-token-mean":
+        warnings.append(
+            f"--policy-loss gspo with --loss-reduction {config.ppo.reduction}: the objective of its paper is the mean over samples "
+            "of the token mean (seq-mean-token-mean, its default)"
+        )
     warnings += [
         f"{Checked(config, {}, config.values()).cite(key)} has no effect: it is used only with {needed}"
         for key, needed in unused_options(config)

@@ -52,7 +52,7 @@ class CorrectionConfig:
     rejection_low: float | None = option(
         None,
         flag="--rollout-rejection-low",
-        help="a sample below this is rejected",
+        help="a sample below this is rejected; 0 opens that side",
         default_text="0.5 with sequence, 0.999 with geometric",
         at_least=0,
         at_most=1,

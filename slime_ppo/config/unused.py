@@ -51,6 +51,8 @@ def _of_the_losses(config: Config) -> Iterator[tuple[str, str]]:
     ppo = config.ppo
     if ppo.kl_coef == 0:
         yield "ppo.kl_reward_type", "--kl-coef above 0"
+    if ppo.kl_coef == 0 or not ppo.use_kl_loss:
+        yield "ppo.allow_double_kl", "--kl-coef above 0 together with --use-kl-loss"
     if not ppo.needs_reference:
         yield "model.ref_load", _REFERENCE
         yield "ppo.kl_support", _REFERENCE

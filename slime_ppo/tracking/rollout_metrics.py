@@ -1,13 +1,18 @@
 """The metrics of one rollout by their full names, from what the stages measured."""
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 
+from slime_ppo.ppo_utils.off_policy_stats import Mismatch
+from slime_ppo.ppo_utils.registries import Reduction
 from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
 from slime_ppo.types.sample import FinishReason
 from slime_ppo.types.stats import Stats, merge_stats, prefixed
 
+# what a step's losses were divided by: Denominator.metrics
+_DENOMINATOR = ("denominator_tokens", "denominator_trajectories", *(f"denominator_{mode}" for mode in get_args(Reduction)))
 # training statistic -> metric name; names users of Megatron RL trainers know
 _ACTOR_NAMES = {
     "loss": "loss",
@@ -19,13 +24,14 @@ _ACTOR_NAMES = {
     "ratio_clamped": "ratio_clamped",
     "ppo_kl": "ppo_kl",
     "kl_loss": "kl_loss",
+    "kl_ref": "kl_ref",
     "kl_clamped": "kl_clamped",
     "entropy_loss": "entropy_loss",
+    "entropy": "entropy",
     "grad_norm": "grad_norm",
     "lr": "lr-pg_0",
     "num_tokens": "num_tokens",
-    "denominator_tokens": "denominator_tokens",
-    "denominator_trajectories": "denominator_trajectories",
+    **{name: name for name in _DENOMINATOR},
 }
 _CRITIC_NAMES = {
     "value_loss": "critic-value_loss",
@@ -33,8 +39,7 @@ _CRITIC_NAMES = {
     "grad_norm": "critic-grad_norm",
     "lr": "critic-lr",
     "num_tokens": "critic-num_tokens",
-    "denominator_tokens": "critic-denominator_tokens",
-    "denominator_trajectories": "critic-denominator_trajectories",
+    **{name: f"critic-{name}" for name in _DENOMINATOR},
 }
 # of the passes before the updates: figures of the critic, and second names
 _TRAINING_NAMES = {"explained_variance": "train/critic-explained_variance"}
@@ -74,7 +79,7 @@ def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
     if "ess_n" in found:
         rho_sum, rho_square_sum, count = (found.pop(name) for name in ("ess_rho", "ess_rho2", "ess_n"))
         if count:
-            found["ess"] = rho_sum**2 / (count * rho_square_sum)
+            found["ess"] = Mismatch(num_tokens=round(count), rho_sum=rho_sum, rho_square_sum=rho_square_sum).ess
     return prefixed("rollout", found) | metrics
 
 

@@ -205,9 +205,9 @@ class RolloutBatch:
         """Pack samples whose rewards are known. All of them, or none, must have a support; process rewards of samples
         without any are 0.
 
-        Raises DataError that names the sample: no tokens, columns of another length than its response, a reward that is
-        missing, not finite in float32, or another one than that of the same trajectory, a process reward that no trainable
-        token can be credited with (SEMANTICS 1, 3, 4).
+        Raises DataError that names the sample: aborted, no tokens, columns of another length than its response, a reward that
+        is missing or not finite in float32, a reward, group or finish other than those of the same trajectory, a process reward
+        that no trainable token can be credited with (SEMANTICS 1, 3, 4).
         """
         _check_samples(rollout_id, samples)
         restricted = [s.support is not None for s in samples]
@@ -242,10 +242,12 @@ class RolloutBatch:
 
 
 def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
-    reward_of: dict[int, float] = {}
+    first_part: dict[int, Sample] = {}
     for sample in samples:
         where = f"sample {sample.sample_id} of rollout {rollout_id}"
         num_tokens = len(sample.response_ids)
+        if sample.finish is FinishReason.ABORT:
+            raise DataError(f"{where} was aborted, so it must not train; leave it out, or have the engine answer again")
         if num_tokens == 0 or len(sample.prompt.token_ids) == 0:
             raise DataError(
                 f"{where} has {len(sample.prompt.token_ids)} prompt and {num_tokens} response tokens, expected at least 1 each"
@@ -262,12 +264,21 @@ def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
             raise DataError(f"{where} has no reward")
         if not abs(sample.reward) <= float(np.finfo(np.float32).max):
             raise DataError(f"{where} has reward {sample.reward}, expected a number that is finite in float32")
-        if reward_of.setdefault(sample.trajectory_id, sample.reward) != sample.reward:
-            raise DataError(
-                f"{where} has reward {sample.reward}, another part of trajectory {sample.trajectory_id} has "
-                f"{reward_of[sample.trajectory_id]}: all parts of a trajectory carry the same sequence reward"
-            )
+        _check_trajectory(where, sample, first_part.setdefault(sample.trajectory_id, sample))
         _check_process_rewards(where, sample)
+
+
+def _check_trajectory(where: str, sample: Sample, first: Sample) -> None:
+    for name, found, expected in (
+        ("reward", sample.reward, first.reward),
+        ("group_id", sample.group_id, first.group_id),
+        ("finish", sample.finish, first.finish),
+    ):
+        if found != expected:
+            raise DataError(
+                f"{where} has {name} {found}, but sample {first.sample_id}, another part of trajectory {sample.trajectory_id}, has "
+                f"{expected}: all parts of a trajectory carry the same"
+            )
 
 
 def _check_process_rewards(where: str, sample: Sample) -> None:

@@ -189,8 +189,9 @@ def test_learning_rate_is_advanced_by_skipped_steps_and_short_plans_alike() -> N
     parts.actor.outcomes = skipping((0, 0), (0, 1), (0, 2), (0, 3))
     parts.rewards.dropped = {4}  # of rollout 1: three samples are one full step per pass
     run(parts)
-    assert steps_told_by(parts.actor.rates, 1.0) == [[0, 1, 2, 3], [4, 5], [8, 9, 10, 11]]
-    assert steps_told_by(parts.critic.rates, 2.0) == [[0, 1, 2, 3], [4, 5], [8, 9, 10, 11]]
+    # the second pass of rollout 1 starts where it was planned to
+    assert steps_told_by(parts.actor.rates, 1.0) == [[0, 1, 2, 3], [4, 6], [8, 9, 10, 11]]
+    assert steps_told_by(parts.critic.rates, 2.0) == [[0, 1, 2, 3], [4, 6], [8, 9, 10, 11]]
 
 
 # samples that do not train
@@ -216,9 +217,12 @@ def test_plan_rollout_without_trainable_tokens_has_empty_steps_that_count_as_ski
     parts.engine.answer = cut_when(lambda sample_id: True)
     for role in (parts.actor, parts.critic):
         role.outcomes = lambda rollout_id, step: step_stats(skipped=True)
-    with pytest.raises(NumericsError, match="6 optimizer steps of the actor in a row were skipped"):
+    causes = "not finite, steps without trainable tokens, or steps whose samples were all rejected .--rollout-rejection.. Look at"
+    with pytest.raises(NumericsError, match=f"6 optimizer steps of the actor in a row were skipped .*{causes} .*rejected_samples"):
         run(parts)
     assert [rows_of(plan) for plan in parts.actor.plans] == [[[], [], [], []]] * 2
+    for plan in parts.actor.plans:
+        assert [(step.pass_index, step.step_index) for step in plan.steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert parts.tracker.metric("train/skipped_steps") == [4.0, 4.0]
     assert [line for line in parts.journal if line.startswith("push")] == ["push 0", "push 0"]
 
@@ -255,6 +259,26 @@ def test_collect_all_samples_dropped_raises_with_the_first_reason() -> None:
     parts.rewards.dropped = {0, 1, 2, 3}
     with pytest.raises(RewardError, match="all 4 samples were dropped, nothing to train on; the first reward call returned None"):
         run(parts)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_collect_process_rewards_that_the_estimator_would_not_read_stop_before_any_pass(estimator: str) -> None:
+    parts = Parts(small(**(GRPO | {"ppo__advantage_estimator": estimator}), run__num_rollout=1))
+    parts.rewards.process_rewards = {1: [0.0, 0.0], 2: [0.0, 0.5], 3: [1.0, 0.0]}
+    if estimator == "gae":
+        run(parts)
+    else:
+        with pytest.raises(
+            RewardError, match="paid single tokens of sample 2 .*--advantage-estimator grpo reads the rewards of who"
+        ):
+            run(parts)
+    assert ("actor log-probs" in parts.journal) == (estimator == "gae")
+
+
+def test_collect_process_rewards_of_0_are_no_payment() -> None:
+    parts = Parts(small(**GRPO, run__num_rollout=1))
+    parts.rewards.process_rewards = {1: [0.0, 0.0]}
+    assert len(run(parts).tracker.records) == 1
 
 
 # limits that stop a run

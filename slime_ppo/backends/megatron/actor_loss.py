@@ -50,7 +50,7 @@ class ActorLoss:
             kl_share = loss_sum(kl.kl, mask, lens, denominator)
             objective = objective + self.ppo.kl_loss_coef * kl_share
             stats.add_total("kl_loss", kl_share.item())
-            add_token_means(stats, mask, {"kl_clamped": kl.clamped})
+            add_token_means(stats, mask, {"kl_ref": kl.kl, "kl_clamped": kl.clamped})
         stats.add_total("entropy_loss", entropy_share.item())
         stats.add_total("loss", objective.item())
         moved = kl_estimate("k3", old, found.log_probs.detach(), mask).kl

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from slime_ppo.backends.megatron.collectives import sum_over_data_parallel
+from slime_ppo.backends.megatron.collectives import gather_over_data_parallel
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.memory import Offloader
@@ -26,7 +27,7 @@ from slime_ppo.conversion.table import ConversionTable
 from slime_ppo.conversion.table import Head as HeadKind
 from slime_ppo.data.pack import pack_micro_batch
 from slime_ppo.data.schedule import split_rows
-from slime_ppo.errors import EchoedError, NumericsError, SlimePpoError
+from slime_ppo.errors import EchoedError, NumericsError
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import masked_sum
 from slime_ppo.ppo_utils.denominator import Denominator, make_denominator
@@ -35,6 +36,8 @@ from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart, RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
+
+Made = TypeVar("Made")
 
 
 class MegatronRole:
@@ -145,8 +148,9 @@ class StepDenominator:
         return self.whole.select(order[np.searchsorted(self.rows, micro_batch.rows, sorter=order)])
 
     def report(self, stats: Stats) -> None:
-        stats.add_value("denominator_tokens", self.whole.num_tokens)
-        stats.add_value("denominator_trajectories", self.whole.num_trajectories)
+        """What the step was divided by, to its metrics."""
+        for name, value in self.whole.metrics().items():
+            stats.add_value(name, value)
 
 
 def add_token_means(stats: Stats, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -155,23 +159,21 @@ def add_token_means(stats: Stats, mask: torch.Tensor, values: Mapping[str, torch
         stats.add_mean(name, *masked_sum(value, mask))
 
 
-def raise_together(error: SlimePpoError | None, device: torch.device) -> None:
-    """Raise `error` here and EchoedError on every other data-parallel rank, so that none waits in the next collective for
-    one that has left. Nothing happens when no rank has an error. Collective over data-parallel ranks."""
-    [failed] = sum_over_data_parallel([0.0 if error is None else 1.0], device)
-    if error is not None:
-        raise error
-    if failed:
-        raise EchoedError(f"{failed:.0f} other data-parallel ranks found something wrong with their samples")
+def together(make: Callable[[], Made]) -> Made:
+    """What `make` returns here, once it has returned on every data-parallel rank.
 
-
-def non_finite_columns(batch: RolloutBatch, columns: Mapping[str, np.ndarray]) -> NumericsError | None:
-    """What `require_finite_columns` would raise, or None."""
+    Where it raises, its error goes on; the ranks where it did not raise EchoedError with the same text, so that none waits in
+    the next collective for one that has left. Collective over data-parallel ranks.
+    """
     try:
-        require_finite_columns(batch, columns)
-    except NumericsError as error:
-        return error
-    return None
+        made = make()
+    except Exception as error:
+        gather_over_data_parallel(f"{type(error).__name__}: {error}")
+        raise
+    failed = [text for text in gather_over_data_parallel("") if text]
+    if failed:
+        raise EchoedError(f"another data-parallel rank has stopped: {failed[0]}")
+    return made
 
 
 def require_finite_columns(batch: RolloutBatch, columns: Mapping[str, np.ndarray]) -> None:

@@ -25,6 +25,7 @@ from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
 from slime_ppo.errors import ConversionError  # noqa: E402
+from slime_ppo.types.micro_batch import MicroBatch  # noqa: E402
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled  # noqa: E402
 from slime_ppo.types.stats import Stats, merge_stats  # noqa: E402
 from slime_ppo.types.step_plan import StepPlan  # noqa: E402
@@ -227,11 +228,20 @@ def advantage_columns(case: Case, batch: RolloutBatch) -> dict[str, np.ndarray]:
     return {} if part is None else dict(part.columns)
 
 
+def advantage_stats(case: Case, batch: RolloutBatch) -> dict[str, float]:
+    """The statistics of the same."""
+    return _start_actor(case).compute_advantages(batch, case.ppo.kl_coef)[1].result()
+
+
 def logits(case: Case, batch: RolloutBatch) -> np.ndarray:
     """Logits [N, V] at the positions that predict the response tokens, the padding of the vocabulary cut off."""
     actor, _ = _start(case)
     micro_batches = actor.micro_batches(batch, np.arange(batch.num_samples))
-    part = actor.columns(micro_batches, lambda _, own, __: {"logits": gather_from_tensor_model_parallel_region(own)})
+
+    def whole(micro_batch: MicroBatch, own: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": gather_from_tensor_model_parallel_region(own[micro_batch.positions])}
+
+    part = actor.columns(micro_batches, whole)
     return part.columns["logits"][:, : actor.shape.vocab_size]
 
 
@@ -300,5 +310,7 @@ def load_weights(case: Case, changes: Mapping[str, tuple[int, ...] | None], head
 def value_head_after_loading_without_one(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """(the critic's head, its values) when the folder is a policy's."""
     _, critic = _start(case)
-    part = critic.columns(critic.micro_batches(make_batch(), np.arange(7)), lambda _, out, __: {"values": out.reshape(-1)})
+    part = critic.columns(
+        critic.micro_batches(make_batch(), np.arange(7)), lambda one, out: {"values": out.reshape(-1)[one.positions]}
+    )
     return critic.model.output_layer.weight.detach().numpy().copy(), part.columns["values"]

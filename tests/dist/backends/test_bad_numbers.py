@@ -145,6 +145,49 @@ def test_column_nan_at_trainable_token_is_an_error_naming_that_sample_alone(
         megatron_pool.run(f"{RANKS}:{target}", world=case.layout.num_ranks, case=case, batch=batch)
 
 
+OWN = "tests.dist.backends.own_estimators"
+BAD_ADVANTAGES = {
+    "token_rewards": (
+        PpoConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.1),
+        "NumericsError: token_rewards of sample 75 is -inf at response token 0",
+    ),
+    "estimate": (
+        PpoConfig(advantage_estimator=f"{OWN}.WITH_NAN"),
+        "NumericsError: advantages of sample 75 is nan at response token 0",
+    ),
+    "exception": (PpoConfig(advantage_estimator=f"{OWN}.RAISES"), "KeyError: 'row 5 has no table'"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD_ADVANTAGES))
+def test_advantages_that_fail_on_one_rank_before_whitening_dp2_stop_both_with_the_same_reason(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, name: str
+) -> None:
+    """Row 5 is on the second rank alone."""
+    ppo, reason = BAD_ADVANTAGES[name]
+    case = make_case(ppo).on(LAYOUTS["dp2"], BY_ONE, tmp_path)
+    batch = make_batch().with_columns(old_log_probs=make_batch().rollout_log_probs, ref_log_probs=make_batch().rollout_log_probs)
+    batch = _with_value(batch, "ref_log_probs", 5, -np.inf) if name == "token_rewards" else batch
+    assert ppo.whitens
+    with pytest.raises(RankError, match="failed on 2 of 2 ranks") as caught:
+        megatron_pool.run(f"{RANKS}:advantage_columns", world=2, case=case, batch=batch)
+    first, second = str(caught.value).split("[rank 1]")
+    assert f"EchoedError: another data-parallel rank has stopped: {reason}" in first
+    assert reason in second and "EchoedError" not in second
+
+
+def test_advantages_baseline_of_rewards_at_the_end_of_float32_is_an_error_naming_the_sample(
+    megatron_pool: RankPool, make_case: CaseMaker
+) -> None:
+    """Each reward is finite; 3e38 minus -3e38, that of the other answer, is not."""
+    rewards = make_batch().rewards.copy()
+    rewards[:2] = 3e38, -3e38
+    batch = make_batch().with_columns(old_log_probs=make_batch().rollout_log_probs, rewards=rewards)
+    case = make_case(PpoConfig(advantage_estimator="rloo", normalize_advantages=True))
+    with pytest.raises(RankError, match="NumericsError: returns of sample 70 is inf at response token 0, which is trainable"):
+        megatron_pool.run(f"{RANKS}:advantage_columns", world=1, case=case, batch=batch)
+
+
 def test_log_probs_nan_at_masked_tokens_only_is_no_error(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, broken_folder: str
 ) -> None:

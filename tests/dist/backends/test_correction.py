@@ -1,6 +1,5 @@
 """Rollout correction, bypass and baselines as the actor wires them; whole iterations are in test_oracle and test_layout_parity."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +91,28 @@ def test_baseline_of_masked_truncated_sample_is_kept_only_on_request(
     assert third == pytest.approx(0.3 - (-1.0 + 0.7) / 2)
 
 
-def test_process_rewards_with_an_estimator_of_whole_responses_are_refused(megatron_pool: RankPool, make_case: CaseMaker) -> None:
-    batch = make_batch().with_columns(process_rewards=np.ones(len(make_batch().loss_mask), np.float32))
-    batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
-    case = make_case(PpoConfig(advantage_estimator="grpo"))
-    with pytest.raises(
-        RankError, match="ConfigError: the reward function returned process rewards, and --advantage-estimator grpo"
+def test_kl_trajectory_counts_a_trajectory_whose_first_part_was_rejected_on_another_rank(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
+) -> None:
+    """Rows 2 and 5 are trajectory 2; row 2 is rejected on the first rank, and the second one, which holds row 5, counts it."""
+    case = make_case(PpoConfig(kl_coef=0.1), correction=CorrectionConfig(rejection="sequence"))
+    batch = drawn_nearby(make_batch(), case.actor_folder, case.temperature)
+    drawn, starts = np.array(batch.rollout_log_probs), batch.offsets("response_token")
+    drawn[starts[2]] -= 1.5  # log-ratios of 0.1 and 1.5 become 1.6 and 0
+    drawn[starts[5]] += 1.5
+    case, batch = case.on(ParallelLayout(2), BatchSettings(3, None), tmp_path), batch.with_columns(rollout_log_probs=drawn)
+    ranks = megatron_pool.run(f"{RANKS}:score", world=2, case=case, batch=batch)
+    for (columns, stats), rows, rejected, num_trajectories in (
+        (ranks[0], [0, 2, 4, 6], [False, True, False, True], 2),  # rows 0 and 4
+        (ranks[1], [1, 3, 5], [False, False, False], 2),  # rows 1 and 5; row 3 has no trainable token
     ):
-        megatron_pool.run(f"{RANKS}:advantage_columns", world=1, case=case, batch=batch)
-    case = replace(case, ppo=PpoConfig(advantage_estimator="reinforce_plus_plus"))
-    megatron_pool.run(f"{RANKS}:advantage_columns", world=1, case=case, batch=batch)
+        assert columns["rejected"].tolist() == rejected
+        own = batch.select(rows).with_columns(rejected=columns["rejected"])
+        kl = (columns["old_log_probs"] - columns["ref_log_probs"])[own.kept_mask].sum(dtype=np.float64)
+        assert stats["kl_trajectory"] == pytest.approx(kl / num_trajectories, rel=1e-12)
+
+
+def test_estimator_whose_function_is_missing_stops_the_actor_at_its_start(megatron_pool: RankPool, make_case: CaseMaker) -> None:
+    case = make_case(PpoConfig(advantage_estimator="tests.dist.backends.own_estimators.MISSING"))
+    with pytest.raises(RankError, match="ConfigError: the path of a spec: .*own_estimators.* has no 'not_there'"):
+        _score(megatron_pool, case, make_batch())

@@ -94,8 +94,11 @@ GRPO: dict[str, Value] = {
             ("--weight-bucket-bytes 536870912 is more than half",),
         ),
         ({"ppo__kl_horizon": 10}, ("--kl-horizon 10 is used only with --kl-controller adaptive",)),
-        ({**ADAPTIVE, "ppo__kl_target": None}, ("needs --kl-target and --kl-horizon", "found --kl-target null")),
-        ({**ADAPTIVE, "ppo__kl_horizon": None}, ("needs --kl-target and --kl-horizon", "--kl-horizon null")),
+        (
+            {**ADAPTIVE, "ppo__kl_target": None},
+            ("needs --kl-target and --kl-horizon", "found --kl-target not set and --kl-horizon 1"),
+        ),
+        ({**ADAPTIVE, "ppo__kl_horizon": None}, ("needs --kl-target and --kl-horizon", "--kl-horizon not set")),
         ({**ADAPTIVE, "ppo__kl_coef": 0.0}, ("must start above 0", "--kl-coef 0.0")),
         ({**ADAPTIVE, **KL_LOSS, "ppo__allow_double_kl": True}, ("--kl-controller adaptive", "refused with --use-kl-loss")),
         ({"ppo__num_critic_only_steps": 26}, ("--num-critic-only-steps 26 is more than the run's --num-rollout 25",)),
@@ -225,6 +228,13 @@ def test_config_warnings_name_a_reward_kl_that_is_for_comparison() -> None:
     assert config_warnings(make_config(ppo__kl_coef=0.1)) == ()
     [warning] = config_warnings(make_config(ppo__kl_coef=0.1, ppo__kl_reward_type="k3"))
     assert "--kl-reward-type k3" in warning and "comparison only" in warning
+
+
+def test_config_warnings_name_a_gspo_that_is_not_its_papers() -> None:
+    assert config_warnings(make_config(ppo__policy_loss="gspo")) == ()
+    assert config_warnings(make_config(ppo__policy_loss="gspo", ppo__loss_reduction="seq-mean-token-mean")) == ()
+    [warning] = config_warnings(make_config(ppo__policy_loss="gspo", ppo__loss_reduction="token-mean"))
+    assert warning.startswith("--policy-loss gspo with --loss-reduction token-mean: the objective of its paper")
 
 
 @pytest.mark.parametrize(

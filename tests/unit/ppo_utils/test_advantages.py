@@ -96,6 +96,13 @@ def test_estimator_sample_that_is_not_counted_gets_zero_and_leaves_the_others_al
     assert torch.equal(out[kept], EVERY[name](bare, NUMBERS).advantages)
 
 
+def test_gae_estimator_sample_that_is_not_counted_keeps_its_returns() -> None:
+    rollout = replace(HAND.rollout, counted=torch.tensor([True, False, True]))
+    found = estimators.gae_advantages(replace(HAND, rollout=rollout), NUMBERS)
+    assert found.advantages.tolist() == pytest.approx([0.4, 0, 2, 0, 0, 4], rel=1e-6)
+    assert found.returns.tolist() == pytest.approx([0.3, 0, 3, 2, 0, 6], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_estimator_sample_without_trainable_tokens_or_without_tokens_is_zero(name: str) -> None:
     inputs = AdvantageInputs(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from slime_ppo.ppo_utils.denominator import make_denominator
 from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
     is_early_stopped,
@@ -23,6 +24,7 @@ def actor_step(*, tokens: int, clipped: int, pg_loss: float, grad_norm: float) -
     stats.add_mean("pg_clipfrac", clipped, tokens)
     stats.add_mean("ppo_kl", 0.5 * tokens, tokens)
     stats.add_mean("entropy", 2.0 * tokens, tokens)
+    stats.add_mean("kl_ref", 0.25 * clipped, tokens)
     stats.add_value("grad_norm", grad_norm)
     stats.add_value("lr", 1e-3)
     stats.add_value("num_tokens", tokens)
@@ -64,6 +66,8 @@ def test_training_metrics_totals_are_per_step_that_ran_and_token_means_over_all_
             "train/pg_loss": -0.1,  # (-0.3 + 0.1) / 2 steps
             "train/pg_clipfrac": 0.2,  # 8 of 40 tokens, not the mean of 1/10 and 7/30
             "train/ppo_kl": 0.5,
+            "train/entropy": 2.0,
+            "train/kl_ref": 0.05,  # 0.25 * 8 / 40
             "train/grad_norm": 2.0,
             "train/lr-pg_0": 1e-3,
             "train/num_tokens": 20.0,
@@ -206,15 +210,17 @@ def test_stage_metrics_no_trainable_token_leaves_the_sample_size_without_a_value
 
 def test_training_metrics_say_what_each_role_divided_by() -> None:
     actor, critic = actor_step(tokens=10, clipped=1, pg_loss=-0.3, grad_norm=1.0), critic_step(tokens=5, clipped=1, value_loss=0.25)
-    for step, tokens in ((actor, 10.0), (critic, 5.0)):
-        step.add_value("denominator_tokens", tokens)
-        step.add_value("denominator_trajectories", 2.0)
+    for step, tokens, mode in ((actor, 10, "seq-mean-token-sum"), (critic, 5, "token-mean")):
+        for name, value in make_denominator([tokens - 1, 1], [0, 1], mode=mode).metrics().items():
+            step.add_value(name, value)
     found = training_metrics([merge_stats([actor, actor])], [critic])  # two ranks know the same number
     assert {name: value for name, value in found.items() if "denominator" in name} == {
         "train/denominator_tokens": 10.0,
         "train/denominator_trajectories": 2.0,
+        "train/denominator_seq-mean-token-sum": 1.0,
         "train/critic-denominator_tokens": 5.0,
         "train/critic-denominator_trajectories": 2.0,
+        "train/critic-denominator_token-mean": 1.0,
     }
 
 

@@ -34,7 +34,7 @@ def batch() -> RolloutBatch:
     samples = [
         _sample(7, [1, 2, 3], [4, 5], finish=FinishReason.LENGTH),
         _sample(8, [6, 7], [8, 9, 10, 11]),
-        _sample(9, [12], [13], finish=FinishReason.ABORT),
+        _sample(9, [12], [13]),
     ]
     return RolloutBatch.from_samples(3, samples)
 
@@ -43,7 +43,7 @@ def test_from_samples_packs_in_sample_order_with_declared_types(batch: RolloutBa
     assert batch.prompt_ids.tolist() == [1, 2, 3, 6, 7, 12]
     assert batch.response_ids.tolist() == [4, 5, 8, 9, 10, 11, 13]
     assert batch.loss_mask.tolist() == [True, False, True, False, True, True, True]
-    assert batch.finish.tolist() == [1, 0, 2]
+    assert batch.finish.tolist() == [1, 0, 0]
     assert batch.total_lens.tolist() == [5, 6, 2]
     assert batch.trainable_tokens.tolist() == [1, 3, 1]
     for name, column in COLUMNS.items():
@@ -130,7 +130,7 @@ def test_from_samples_without_reward_names_the_samples() -> None:
         ({"rollout_log_probs": np.zeros(0, np.float32)}, "but {'rollout_log_probs': 0}"),
         ({"reward": float("nan")}, "sample 1 of rollout 0 has reward nan, expected a number that is finite in float32"),
         ({"reward": 1e39}, "has reward 1e+39"),
-        ({"reward": 0.25, "trajectory_id": 0}, "another part of trajectory 0 has"),
+        ({"finish": FinishReason.ABORT}, "sample 1 of rollout 0 was aborted, so it must not train"),
         ({"response_ids": np.zeros(0, np.int32)}, "has 1 prompt and 0 response tokens"),
         ({"process_rewards": np.zeros(2, np.float32)}, "but {'process_rewards': 2}"),
     ],
@@ -138,6 +138,23 @@ def test_from_samples_without_reward_names_the_samples() -> None:
 def test_from_samples_bad_sample_is_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         RolloutBatch.from_samples(0, [_sample(0, [1], [2]), _sample(1, [1], [2], **changes)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "expected"),
+    [
+        ({"reward": 0.25}, "reward 0.25", "0.0"),
+        ({"group_id": 3}, "group_id 3", "0"),
+        ({"finish": FinishReason.LENGTH}, "finish length", "stop"),
+    ],
+)
+def test_from_samples_parts_of_a_trajectory_that_differ_are_named(changes: dict[str, object], found: str, expected: str) -> None:
+    alike = {"trajectory_id": 7, "group_id": 0, "reward": 0.0}
+    parts = [_sample(4, [1], [2], **alike), _sample(5, [1, 2], [2, 3], **alike)]
+    assert RolloutBatch.from_samples(0, parts).trajectory_ids.tolist() == [7, 7]
+    message = f"sample 6 of rollout 0 has {found}, but sample 4, another part of trajectory 7, has {expected}: all parts"
+    with pytest.raises(DataError, match=re.escape(message)):
+        RolloutBatch.from_samples(0, [*parts, _sample(6, [1], [2], **(alike | changes))])
 
 
 def test_from_samples_support_of_some_samples_only_names_one_without() -> None:
