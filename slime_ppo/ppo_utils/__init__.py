@@ -10,7 +10,7 @@ parallelism a rank holds n of the N tokens, and `lens` counts those; every rank 
     reference.py         the whole update on unsharded tensors: start reading here (estimators in reference_estimators.py)
     vocab_parallel.py    log-probs and entropy from logits whose vocabulary is split over ranks (vocab_rows.py: its equations;
                          triton_kernels/: the same for CUDA tensors)
-    top_p.py             the same, renormalised over the ids the sampler could have drawn
+    top_p.py             the same, renormalised over the ids the sampler could have drawn (support_rows.py: its equations)
     linear_logprob.py    both, from hidden states and the lm-head's weight, without the logits (linear_loss.py: a loss on them;
                          linear_supports.py, linear_blocks.py, linear_gather.py: its parts)
     cp_ops.py            gathers, shares and sums over sequences that are split over ranks
@@ -53,7 +53,7 @@ _MODULE_OF = {
     "TokenLogProbs": "vocab_parallel",
     "TokenLoss": "linear_loss",
     "TokenRewards": "token_rewards",
-    "TokenSupports": "top_p",
+    "TokenSupports": "support_rows",
     "ValueLoss": "value_loss",
     "build_token_rewards": "token_rewards",
     "cispo_policy_loss": "cispo",

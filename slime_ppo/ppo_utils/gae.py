@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from slime_ppo.errors import ConfigError
 from slime_ppo.ppo_utils.cp_ops import ContextShard
-from slime_ppo.ppo_utils.discounted_sums import discounted_sums, scan_in_place, whole_blocks
-from slime_ppo.ppo_utils.packed import sample_index, trainable_counts
+from slime_ppo.ppo_utils.discounted_sums import discounted_sums, varied_sums, whole_blocks
+from slime_ppo.ppo_utils.packed import require_finite, require_layout, sample_index, trainable_counts
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,16 @@ def generalized_advantages(
 
     With `context`, rewards and values are those of this rank, and so are the results; mask [N], lens [S] and bootstrap_values
     [S] are of the whole samples: one all-gather, then every rank computes all N and keeps its own. Without, no collective.
-    Raises ConfigError on adaptive <= 0.
+    Raises ConfigError on adaptive <= 0, DataError on shapes that do not fit `lens`, and NumericsError on NaN or
+    inf where trainable, which names the token and the sample by its place in the batch.
     """
     if adaptive is not None and not adaptive > 0:
         raise ConfigError(f"adaptive lambda has a = {adaptive}; expected a number > 0 (--adaptive-lambd)")
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     if context is not None:
         rewards, values = context.gather(rewards, values)
+    require_layout(mask, lens, tokens={"rewards": rewards, "values": values}, samples={"bootstrap_values": bootstrap_values})
+    whole = {"rewards": rewards, "values": values, "bootstrap_values": bootstrap_values}
     kept = None if bool(mask.all()) else mask.nonzero()[:, 0]
     if kept is not None:
         rewards, values = rewards.index_select(0, kept), values.index_select(0, kept)
@@ -65,11 +68,12 @@ def generalized_advantages(
     after = torch.zeros_like(counts) if bootstrap_values is None else bootstrap_values
     last, after = (counts.cumsum(0) - 1)[counts > 0], after.double()[counts > 0]
     delta = _deltas(rewards, values.double(), last, after, gamma=gamma)
+    if not bool(delta.sum().isfinite()):
+        _refuse_not_finite(whole, mask, lens)
     critic_side = advantages = discounted_sums(delta, last, gamma * lambd_critic, dtype=dtype)
     if adaptive is not None:
         factors = pad(gamma * _adaptive_lambdas(adaptive, counts)[sample_index(counts)], (0, len(delta) - len(values)))
-        scan_in_place(delta, factors.index_fill_(0, last, 0.0))
-        advantages = delta.to(dtype)
+        advantages = varied_sums(delta, factors.index_fill_(0, last, 0.0)).to(dtype)
     elif lambd != lambd_critic:
         advantages = discounted_sums(delta, last, gamma * lambd, dtype=dtype)
     columns = [advantages[: len(values)], values.to(dtype) + critic_side[: len(values)]]
@@ -86,6 +90,14 @@ def _deltas(rewards: Tensor, v: Tensor, last: Tensor, after: Tensor, *, gamma: f
     inner[:-1].add_(v[1:], alpha=gamma)
     inner[last] = rewards[last].double() + gamma * after - v[last]
     return delta
+
+
+def _refuse_not_finite(columns: dict[str, Tensor | None], mask: Tensor, lens: Tensor) -> None:
+    """Name what the sum of all deltas, one pass, gave away. Finite numbers whose sum is too large for float64 go through."""
+    for name, column in columns.items():
+        if column is not None:
+            per_token = column if name != "bootstrap_values" else column[sample_index(lens)]
+            require_finite(per_token, mask, lens, sample_ids=range(len(lens)), name=name)
 
 
 def _adaptive_lambdas(adaptive: float, counts: Tensor) -> Tensor:

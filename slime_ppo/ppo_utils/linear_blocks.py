@@ -5,8 +5,9 @@ Shapes: N states, H hidden size, v rows of the weight on this rank, n x c one bl
     x = h W^T,   d loss / d h = g W,   d loss / d W = g^T h,   g = d loss / d x
 
 Each of the three is one matmul unit, 2 N H v operations. A block of x is made from some rows of h and of W; vocab_rows.py says
-what is computed from it. Sums over blocks are kept in float32 (float64 for float64 states) and rounded once, so that they
-are no worse than one long matmul. Nothing here talks to other ranks.
+what is computed from it. Products of blocks and their sums are kept in float32 (float64 for float64 states) and rounded once,
+so that they are no worse than one long matmul. Autocast has no say here: it would make the logits of the forward pass, but
+not those that the backward pass makes again, in a dtype other than the plan's. Nothing here talks to other ranks.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class BlockPlan:
         return _slices(num_rows, self.held_rows)
 
     def vocab_blocks(self, shard: VocabShard) -> list[VocabBlock]:
-        """The real columns of this rank, cut; when it holds padding only, one column of that, which weighs nothing."""
+        """The real columns of this rank, cut; when it holds padding only, one column of that (see `weight_block`)."""
         if shard.num_real == 0:
             return [VocabBlock(slice(0, 1), shard)]
         blocks = []
@@ -71,6 +72,11 @@ class BlockPlan:
             stop = min(start + self.columns, shard.num_real)
             blocks.append(VocabBlock(slice(start, stop), VocabShard(shard.start + start, stop - start, None)))
         return blocks
+
+    def weight_block(self, weight: Tensor, block: VocabBlock) -> Tensor:
+        """Rows of the weight [v, H] that make the block's logits; for padding zeros, which weigh nothing whatever it holds."""
+        rows = weight[block.columns].to(self.dtype)
+        return rows if block.shard.num_real else torch.zeros_like(rows)
 
 
 def _slices(length: int, size: int) -> list[slice]:
@@ -115,9 +121,10 @@ def block_statistics(hidden: Tensor, weight: Tensor, shard: VocabShard, plan: Bl
     """What `statistics` makes of each block of logits, [n, k], as [B, N, k]. 1 matmul unit; one block exists at a time."""
     states, row_blocks = hidden.to(plan.dtype), plan.row_blocks(len(hidden))
     parts = []
-    for block in plan.vocab_blocks(shard):
-        part = weight[block.columns].to(plan.dtype)
-        parts.append(torch.cat([statistics(states[rows] @ part.t(), rows, block.shard) for rows in row_blocks]))
+    with without_autocast(hidden):
+        for block in plan.vocab_blocks(shard):
+            part = plan.weight_block(weight, block)
+            parts.append(torch.cat([statistics(states[rows] @ part.t(), rows, block.shard) for rows in row_blocks]))
     return torch.stack(parts)
 
 
@@ -133,10 +140,11 @@ def block_gradients(
     d_hidden = torch.zeros_like(hidden, dtype=dtype) if needed[0] else None
     d_weight = torch.empty_like(weight) if needed[1] else None
     for block in plan.vocab_blocks(shard):
-        part = weight[block.columns].to(plan.dtype)
+        part = plan.weight_block(weight, block)
         total = None if d_weight is None else d_weight[block.columns].to(dtype)
         for rows in plan.row_blocks(len(hidden)):
-            grad = gradient(states[rows] @ part.t(), rows, block.shard)
+            with without_autocast(hidden):
+                grad = gradient(states[rows] @ part.t(), rows, block.shard)
             if d_hidden is not None:
                 add_product(d_hidden[rows], grad, part)
             if total is not None:
@@ -149,13 +157,18 @@ def block_gradients(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """total += left @ right, in place, rounded to the dtype of `total`; the `first` product replaces what is there."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, beta=0 if first else 1)
-    elif first:
-        total.copy_(left @ right)
-    else:
-        total.add_(left @ right)
+    """total += left @ right, in place, the product rounded to the dtype of `total` only; the `first` replaces what is there."""
+    with without_autocast(total):
+        if total.dtype == left.dtype or not total.is_cuda:
+            total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=0 if first else 1)
+        else:
+            product = torch.mm(left, right, out_dtype=total.dtype)
+            total.copy_(product) if first else total.add_(product)
+
+
+def without_autocast(on: Tensor) -> torch.autocast:
+    """A context in which matmuls on the tensor's device are done in the dtype of their operands."""
+    return torch.autocast(on.device.type, enabled=False)
 
 
 def without_unused(states: Tensor, *grads: Tensor | None) -> Tensor:

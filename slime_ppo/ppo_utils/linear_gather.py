@@ -58,7 +58,8 @@ def scored_states(hidden: Tensor, positions: Tensor | None, *, group: dist.Proce
 
     `hidden` is [T, H] on every rank, or with `sequence_parallel` this rank's [T / W, H], equally many on each. Collectives as
     in the table above: one forward with sequence parallelism, else none; one backward, where the gradient is summed in
-    the dtype of the states. None of both without a group. All ranks call it, with the same positions.
+    the dtype of the states. None of both without a group. All ranks call it, with the same positions, and `hidden` requires
+    grad on all of them or on none: a rank without would leave the others waiting in the backward pass.
     """
     if group is None:
         states = hidden

@@ -47,14 +47,14 @@ from slime_ppo.ppo_utils.vocab_parallel import (
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Keeps the caller's states and weight, and two numbers a row."""
+    """Keeps the caller's states and weight, and three numbers a row."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, softmax: BlockSoftmax) -> Any:
         temperature, shard = softmax.temperature, softmax.shard
         parts = block_statistics(hidden, weight, shard, softmax.plan, softmax.statistics)
         totals = merge_rows(shard.gather(merge_statistics(parts, temperature=temperature)), temperature=temperature)
-        ctx.save_for_backward(hidden, weight, totals.lse(temperature), totals.entropy)
+        ctx.save_for_backward(hidden, weight, softmax.labels, totals.lse(temperature), totals.entropy)
         ctx.softmax = softmax
         ctx.set_materialize_grads(False)
         if softmax.entropy == "none":
@@ -66,13 +66,13 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         refuse_second_derivative()
-        hidden, weight, lse, entropy = ctx.saved_tensors
+        hidden, weight, labels, lse, entropy = ctx.saved_tensors
         softmax: BlockSoftmax = ctx.softmax
 
         def gradient(x: Tensor, rows: slice, shard: VocabShard) -> Tensor:
             return dense_gradient(
                 x,
-                softmax.labels[rows],
+                labels[rows],
                 shard,
                 lse[rows],
                 entropy[rows],
@@ -198,14 +198,20 @@ def linear_token_loss(
     weighted (SEMANTICS 9: nothing is divided afterwards) and made from its own state's figures and constants alone: the
     slices are the blocks of the plan, so that a loss of several tokens' log-probs (gspo's ratio of a sample) needs
     linear_log_probs. It is called once for each block of rows, in order, on every rank alike. Its gradient is taken at
-    once and goes to `hidden` and `weight` only, through log-prob and, with entropy="grad", entropy.
+    once and goes to `hidden` and `weight` only, through log-prob and, with entropy="grad", entropy: with "metric" an entropy
+    bonus in the loss is a constant without effect, and parameters of its own that `token_loss` uses get no gradient.
 
     States, weight, positions and ranks as linear_log_probs. [held_rows, v] logits exist at a time. The gradients, as large as
     states and weight, are stored until the backward pass multiplies them by that of the loss and lets go of them: a
     second one raises RuntimeError. Collectives: forward one of four numbers a token for each block of rows, and the gather
     of the states with sequence parallelism; backward one. Where no gradient is wanted, 1 matmul unit.
-    Raises as linear_log_probs, and DataError on a loss of another shape.
+    Raises as linear_log_probs, and DataError on a loss of another shape and on float16.
     """
+    if hidden.dtype == torch.float16:
+        raise DataError(
+            "linear_token_loss got float16 states: their gradient is taken before the scale of the loss is known, and what is "
+            "below 6e-8 would be lost; use bfloat16, or linear_log_probs, whose gradient is taken in the backward pass"
+        )
     states = _scored(hidden, weight, labels, positions, group=group, sequence_parallel=sequence_parallel)
     shard = VocabShard.of(len(weight), vocab_size=vocab_size, group=group)
     softmax = BlockSoftmax(labels, shard, plan or BlockPlan.of(hidden), temperature, entropy)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_ppo.errors import DataError
-from slime_ppo.ppo_utils.linear_blocks import BlockSoftmax, add_product, merge_statistics, without_unused
+from slime_ppo.ppo_utils.linear_blocks import BlockSoftmax, add_product, merge_statistics, without_autocast, without_unused
 from slime_ppo.ppo_utils.vocab_parallel import (
     RowTotals,
     TokenLogProbs,
@@ -82,7 +82,7 @@ class HeadGradients:
                 out=x,
             )
             if self.hidden is not None:
-                add_product(self.hidden[rows], grad, weight[block.columns].to(grad.dtype))
+                add_product(self.hidden[rows], grad, softmax.plan.weight_block(weight, block))
             if self.weight is not None:
                 add_product(self.weight[block.columns], grad.t(), states, first=rows.start == 0)
         if self.weight is not None:
@@ -146,7 +146,8 @@ def token_losses(
     found = []
     for rows in row_blocks:
         states = hidden[rows].to(plan.dtype)
-        logits = [states @ weight[block.columns].to(plan.dtype).t() for block in vocab_blocks]
+        with without_autocast(hidden):
+            logits = [states @ plan.weight_block(weight, block).t() for block in vocab_blocks]
         parts = [softmax.statistics(x, rows, block.shard) for block, x in zip(vocab_blocks, logits, strict=True)]
         own = merge_statistics(torch.stack(parts), temperature=temperature)
         totals = merge_rows(softmax.shard.gather(own), temperature=temperature)

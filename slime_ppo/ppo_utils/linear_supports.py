@@ -21,7 +21,15 @@ from slime_ppo.ppo_utils.linear_blocks import (
     merge_statistics,
     without_unused,
 )
-from slime_ppo.ppo_utils.top_p import EntropySupport, RowGradients, TokenSupports, add_support_gradient, support_statistics
+from slime_ppo.ppo_utils.support_rows import (
+    RowGradients,
+    TokenSupports,
+    add_support_gradient,
+    log_probs_of,
+    outside_mass,
+    support_statistics,
+)
+from slime_ppo.ppo_utils.top_p import EntropySupport
 from slime_ppo.ppo_utils.vocab_parallel import (
     VocabShard,
     dense_gradient,
@@ -42,19 +50,26 @@ class SupportRequest:
     entropy_support: EntropySupport
 
 
-def _cut_rows(supports: TokenSupports, plan: BlockPlan) -> dict[int, TokenSupports]:
-    """The supports of each block of rows, by its first row. Reads the numbers of ids back from the device."""
-    counts = torch.split(supports.counts, plan.rows)
-    ids = torch.split(supports.ids, torch.stack([part.sum() for part in counts]).tolist())
-    return {index * plan.rows: TokenSupports(*cut) for index, cut in enumerate(zip(ids, counts, strict=True))}
-
-
-def _cut_columns(supports: TokenSupports, shard: VocabShard) -> TokenSupports:
-    """Of a block of rows, the ids that lie in the shard."""
-    rows = torch.arange(len(supports.counts), device=supports.ids.device)
-    rows = torch.repeat_interleave(rows, supports.counts, output_size=len(supports.ids))
-    _, owned = shard.local(supports.ids)
-    return TokenSupports(supports.ids[owned], torch.bincount(rows[owned], minlength=len(supports.counts)))
+def _cut(supports: TokenSupports, plan: BlockPlan, shard: VocabShard) -> dict[tuple[int, int], TokenSupports]:
+    """The supports of each block of logits: the ids in it, by its first row and first id. Reads the numbers of ids in the blocks
+    back from the device, once."""
+    ids, num_rows = supports.ids, len(supports.counts)
+    row_blocks, vocab_blocks = plan.row_blocks(num_rows), plan.vocab_blocks(shard)
+    rows = torch.arange(num_rows, device=ids.device)
+    rows = torch.repeat_interleave(rows, supports.counts, output_size=len(ids))
+    columns, owned = shard.local(ids)
+    across, last = columns // plan.columns, len(row_blocks) * len(vocab_blocks)
+    counts = torch.zeros((len(vocab_blocks), num_rows), dtype=torch.int64, device=ids.device)
+    counts.view(-1).index_add_(0, across * num_rows + rows, owned.long())
+    # ids of other ranks come last; a stable order keeps those of a row together
+    block = torch.where(owned, rows // plan.rows * len(vocab_blocks) + across, last)
+    sizes = torch.zeros(last + 1, dtype=torch.int64, device=ids.device).index_add_(0, block, torch.ones_like(block))
+    parts = iter(torch.split(ids[torch.argsort(block, stable=True)], sizes.tolist()))
+    return {
+        (at.start, of.shard.start): TokenSupports(next(parts), counts[index, at])
+        for at in row_blocks
+        for index, of in enumerate(vocab_blocks)
+    }
 
 
 def _support_columns(asked: SupportRequest) -> tuple[Tensor, SupportRequest]:
@@ -87,7 +102,7 @@ def _gradients(
     softmax = asked.softmax
     # the gradient of the entropy costs another pass over the block
     has_entropy = full is not None and bool(full.grad_entropy.any())
-    cut, temperature = _cut_rows(asked.supports, softmax.plan), softmax.temperature
+    cut, temperature = _cut(asked.supports, softmax.plan, softmax.shard), softmax.temperature
 
     def gradient(x: Tensor, rows: slice, shard: VocabShard) -> Tensor:
         labels = softmax.labels[rows]
@@ -106,7 +121,7 @@ def _gradients(
                 grad_entropy=whole.grad_entropy if has_entropy else None,
             )
         own = _of_rows(inside, rows)
-        supports = _cut_columns(cut[rows.start], shard)
+        supports = cut[rows.start, shard.start]
         add_support_gradient(grad, x, labels, supports, shard, rows=own, temperature=temperature)
         return grad
 
@@ -142,16 +157,16 @@ def _with_unrestricted(inside: RowGradients, full: RowGradients, marked: Tensor)
 class LinearSupportLogProbs(torch.autograd.Function):
     """(log-probs over the support, over the vocabulary, outside mass, entropy), each [N], of states [N, H] and weight [v, H].
 
-    Keeps both, the question and four numbers a row. One collective forward, none backward.
+    Keeps both, the question and six numbers a row. One collective forward, none backward.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, asked: SupportRequest) -> Any:
         softmax, unrestricted = asked.softmax, asked.supports.unrestricted
-        cut, temperature = _cut_rows(asked.supports, softmax.plan), softmax.temperature
+        cut, temperature = _cut(asked.supports, softmax.plan, softmax.shard), softmax.temperature
 
         def statistics(x: Tensor, rows: slice, shard: VocabShard) -> Tensor:
-            supports = _cut_columns(cut[rows.start], shard)
+            supports = cut[rows.start, shard.start]
             own = support_statistics(x, softmax.labels[rows], supports, shard, temperature=temperature)
             return torch.cat([softmax.statistics(x, rows, shard), own[:, :3]], -1)
 
@@ -161,31 +176,28 @@ class LinearSupportLogProbs(torch.autograd.Function):
             own = torch.where(unrestricted[:, None], whole, own)
         gathered = softmax.shard.gather(torch.cat([whole, own[:, :3]], -1))
         full, inside = (merge_rows(gathered[..., part], temperature=temperature) for part in (_FULL, _INSIDE))
-        log_mass = (inside.top - full.top) / temperature + inside.log_sum - full.log_sum
-        outside_mass = -torch.expm1(log_mass.clamp(max=0.0))
+        outside = outside_mass(inside, full, temperature)
         rows = (inside.lse(temperature), inside.entropy, full.lse(temperature), full.entropy)
-        ctx.save_for_backward(hidden, weight, *rows)
+        ctx.save_for_backward(hidden, weight, softmax.labels, asked.supports.ids, asked.supports.counts, unrestricted, *rows)
         ctx.asked = asked
         ctx.set_materialize_grads(False)
         entropy = full.entropy if asked.entropy_support == "full" else inside.entropy
-        ctx.mark_non_differentiable(*([outside_mass] if softmax.entropy == "grad" else [outside_mass, entropy]))
-        # without probability: -inf, also where the whole support has none and -inf - -inf would be NaN
-        log_probs = (
-            torch.where(totals.label == float("-inf"), float("-inf"), totals.log_probs(temperature)) for totals in (inside, full)
-        )
-        return *log_probs, outside_mass, entropy
+        ctx.mark_non_differentiable(*([outside] if softmax.entropy == "grad" else [outside, entropy]))
+        return log_probs_of(inside, temperature), log_probs_of(full, temperature), outside, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_support: Tensor | None, grad_full: Tensor | None, _: Any, grad_entropy: Tensor | None) -> Any:
         refuse_second_derivative()
-        hidden, weight, lse, entropy, full_lse, full_entropy = ctx.saved_tensors
+        hidden, weight, labels, ids, counts, unrestricted, lse, entropy, full_lse, full_entropy = ctx.saved_tensors
         asked: SupportRequest = ctx.asked
+        # as autograd saved them, which refuses what was changed since
+        asked = replace(asked, softmax=replace(asked.softmax, labels=labels), supports=TokenSupports(ids, counts, unrestricted))
         h_inside, h_full = (grad_entropy, None) if asked.entropy_support == "sampled" else (None, grad_entropy)
         inside, full = (
             RowGradients.of(lse, entropy, grad_support, h_inside),
             RowGradients.of(full_lse, full_entropy, grad_full, h_full),
         )
-        unrestricted, needed = asked.supports.unrestricted, ctx.needs_input_grad[:2]
+        needed = ctx.needs_input_grad[:2]
         if unrestricted is not None:
             inside, full = _with_unrestricted(inside, full, unrestricted)
         elif grad_full is None and h_full is None:

@@ -5,7 +5,6 @@ against the spread (at mean 1000, std 0.01 they give NaN in float32).
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -33,14 +32,6 @@ class Moments:
     def variance(self) -> float:
         """Unbiased variance; 0 for fewer than two tokens."""
         return self.m2 / (self.count - 1) if self.count > 1 else 0.0
-
-
-def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Moments of all parts together, merged in the order given."""
-    merged = Moments()
-    for part in parts:
-        merged = merged.merge(part)
-    return merged
 
 
 @dataclass(frozen=True)

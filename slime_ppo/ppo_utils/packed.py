@@ -3,12 +3,12 @@
 Shapes: N response tokens of all samples, S samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from slime_ppo.errors import NumericsError
+from slime_ppo.errors import DataError, NumericsError
 
 
 def sample_index(lens: Tensor) -> Tensor:
@@ -34,6 +34,28 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     0 * NaN is NaN, so a loss selects its inputs before any arithmetic and its output after.
     """
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def require_layout(
+    mask: Tensor, lens: Tensor, *, tokens: Mapping[str, Tensor | None], samples: Mapping[str, Tensor | None]
+) -> None:
+    """Raise DataError unless `mask` [N] and `tokens` (name -> [N]) fit `lens` [S], and `samples` (name -> [S]) do; None fits.
+
+    Reads one number back from the device.
+    """
+    num_tokens = int(lens.sum())
+    for name, column in (("mask", mask), *tokens.items()):
+        if column is not None and column.shape != (num_tokens,):
+            raise DataError(
+                f"{name} has shape {tuple(column.shape)}, but the lens of {len(lens)} samples add up to {num_tokens} response "
+                "tokens; expected one entry per token. Cut lens and columns from the same samples"
+            )
+    for name, column in samples.items():
+        if column is not None and column.shape != lens.shape:
+            raise DataError(
+                f"{name} has shape {tuple(column.shape)}, but lens has {len(lens)} samples; expected one entry per sample. "
+                "Cut lens and columns from the same samples"
+            )
 
 
 def require_finite(x: Tensor, mask: Tensor, lens: Tensor, *, sample_ids: Sequence[int] | Tensor, name: str) -> None:

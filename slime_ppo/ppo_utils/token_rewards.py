@@ -12,7 +12,7 @@ from torch import Tensor
 from slime_ppo.errors import ConfigError, DataError
 from slime_ppo.ppo_utils.cp_ops import ContextShard
 from slime_ppo.ppo_utils.kl import KLEstimate, KLKind, kl_estimate
-from slime_ppo.ppo_utils.packed import sample_index, select, trainable_counts
+from slime_ppo.ppo_utils.packed import require_layout, sample_index, select, trainable_counts
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,26 @@ def build_token_rewards(
     [S]; log-probs [n] over the full vocabulary; KL_t = old - ref (k1, unclamped; k2 and k3 give a wrong gradient here).
     `process_rewards` [N]: those on masked tokens are credited, undiscounted, to the nearest trainable token before, so that the
     sum is conserved. Samples without a trainable token get nothing. Built once per rollout; critic and actor see the same.
+    In float32, whatever dtype comes in (float64 if the log-probs are).
 
     With `context`, log-probs and results are those of this rank's n tokens; sequence_rewards, lens [S] and mask,
     process_rewards [N] are of the whole samples, so that every rank knows which token is credited, and the map whose it is. No
     collective. Raises ConfigError when a KL is asked for without a reference; DataError when a process reward has no
-    trainable token before it, which names the sample by `sample_ids` [S], without them by its place in the batch.
+    trainable token before it, which names the sample by `sample_ids` [S], without them by its place in the batch, and on shapes
+    that do not fit `lens`.
     """
     if ref_log_probs is None and kl_coef != 0:
         raise ConfigError(f"kl_coef is {kl_coef}, but there are no reference log-probs; give a reference model or set --kl-coef 0")
-    paid = _paid(sequence_rewards.to(old_full_log_probs.dtype), process_rewards, mask, lens, sample_ids)
+    require_layout(mask, lens, tokens={"process_rewards": process_rewards}, samples={"sequence_rewards": sequence_rewards})
+    dtype = torch.promote_types(old_full_log_probs.dtype, torch.float32)
+    old = old_full_log_probs.to(dtype)
+    paid = _paid(sequence_rewards.to(dtype), process_rewards, mask, lens, sample_ids)
     if context is not None:
         mask, paid = context.take(mask), context.take(paid)
     if ref_log_probs is None:
-        estimate = KLEstimate(torch.zeros_like(old_full_log_probs), torch.zeros_like(mask))
+        estimate = KLEstimate(torch.zeros_like(old), torch.zeros_like(mask))
     else:
-        estimate = kl_estimate(kl_kind, old_full_log_probs, ref_log_probs, mask)
+        estimate = kl_estimate(kl_kind, old, ref_log_probs.to(dtype), mask)
     rewards = paid - kl_coef * estimate.kl if kl_coef != 0 else paid
     return TokenRewards(rewards=select(rewards, mask), kl=estimate.kl, clamped=estimate.clamped)
 

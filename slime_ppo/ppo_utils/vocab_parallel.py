@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_ppo.errors import DataError
 from slime_ppo.ppo_utils.vocab_rows import (
     RowTotals,
     VocabShard,
@@ -33,6 +34,7 @@ __all__ = [
     "dense_gradient",
     "merge_rows",
     "refuse_second_derivative",
+    "require_label_per_row",
     "row_statistics",
     "vocab_log_probs",
 ]
@@ -57,6 +59,12 @@ def refuse_second_derivative() -> None:
         )
 
 
+def require_label_per_row(logits: Tensor, labels: Tensor) -> None:
+    """Raise DataError unless `labels` [T] fit `logits` [T, v]; labels of one entry would be used for every row."""
+    if labels.shape != logits.shape[:1]:
+        raise DataError(f"labels {tuple(labels.shape)} and logits {tuple(logits.shape)} do not agree; expected one label per row")
+
+
 def _refuse_to_overwrite(logits: Tensor) -> None:
     """Raises ValueError for logits whose memory is not theirs alone to give away."""
     owner = logits if logits._base is None else logits._base
@@ -73,7 +81,7 @@ def _refuse_to_overwrite(logits: Tensor) -> None:
 
 
 class _VocabLogProbs(torch.autograd.Function):
-    """Keeps the caller's logits and two numbers a row."""
+    """Keeps the caller's logits and three numbers a row."""
 
     @staticmethod
     def forward(
@@ -124,11 +132,12 @@ def vocab_log_probs(
     entropy: EntropyMode,
     overwrite_logits: bool = False,
 ) -> TokenLogProbs:
-    """Log-probs of `labels` int64 [T] under softmax(logits / temperature) over the real vocabulary, and its entropy.
+    """Log-probs of `labels` (any integers) [T] under softmax(logits / temperature) over the real vocabulary, and its entropy.
 
-    `logits` [T, v] are this rank's columns, `labels` are ids of the whole vocabulary (SEMANTICS 1, 2). Every rank of
-    `group` calls with the same labels and gets the same result; one collective forward, none backward (each rank's
-    gradient is that of its own columns, given that all ranks backpropagate the same loss). None = not split.
+    `logits` [T, v] are this rank's columns, as many on every rank, in rank order; `labels` are ids of the whole vocabulary
+    (SEMANTICS 1, 2). Every rank of `group` calls with the same labels and gets the same result; one collective forward, none
+    backward (each rank's gradient is that of its own columns, given that all ranks backpropagate the same loss). None = not
+    split. That the ranks hold equally many columns is not checked: the check would be a second collective.
     `entropy`: "none"; "metric" (no gradient); "grad". A label outside [0, vocab_size) gets log-prob -inf.
 
     `overwrite_logits`: the backward pass writes the gradient over the memory of the logits, which saves a [T, v] buffer.
@@ -138,8 +147,10 @@ def vocab_log_probs(
     result raises RuntimeError, and logits that are a leaf requiring grad, a view of one, or expanded raise ValueError.
     Logits without gradient are never written.
 
-    Second derivatives raise NotImplementedError. Raises ParallelError when the ranks hold too few columns.
+    Second derivatives raise NotImplementedError. Raises DataError unless there is one label per row, ParallelError when the
+    ranks hold too few columns.
     """
+    require_label_per_row(logits, labels)
     if overwrite_logits:
         _refuse_to_overwrite(logits)
     shard = VocabShard.of(logits.shape[1], vocab_size=vocab_size, group=group)

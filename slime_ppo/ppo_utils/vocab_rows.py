@@ -7,8 +7,8 @@ z = x / temperature, four numbers a row are all that other ranks need:
 
     m = max x,   s = sum e^((x - m)/temperature),   t = sum e^(..) (x - m)/temperature,   x_y = logit of the label or -inf
 
-Merged, they give log p(y) = (x_y - m)/temperature - log s and H = log s - t / s. The backward pass recomputes p from the row's
-log-sum-exp (temperature included):
+Merged, they give log p(y) = (x_y - m)/temperature - log s and H = log s - t / s. The backward pass recomputes p from m and
+temperature log s, two numbers whose sum is the row's log-sum-exp (one number of the logits' size would be rounded to it):
 
     d loss / d x = (g_lp (1[y] - p) - g_H p (log p + H)) / temperature
 
@@ -28,10 +28,12 @@ from torch import Tensor
 from slime_ppo.errors import ParallelError
 from slime_ppo.ppo_utils.triton_kernels import has_kernels
 
-# Size of a block of rows in float32: three rows of a vocabulary of 151,936; two blocks and the logits stay in cache.
-_BLOCK_BYTES = 1 << 21
-# Stands for log 0 where it is multiplied by a probability of 0: -inf * 0 is NaN.
-_LOG_ZERO = -1e30
+# Size of a block of rows in float32. On a CPU three rows of a vocabulary of 151,936: two blocks and the logits stay in cache.
+# Elsewhere (logits that the kernels do not take) as much as keeps a device busy.
+_BLOCK_BYTES, _BLOCK_BYTES_OF_DEVICE = 1 << 21, 1 << 27
+# Stands for log 0 where it is multiplied by a probability of 0: -inf * 0 is NaN. Its power is 0 in float64 as well, and times
+# any upstream gradient it stays finite.
+LOG_ZERO = -1e4
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class VocabShard:
 
     @staticmethod
     def of(width: int, *, vocab_size: int, group: dist.ProcessGroup | None) -> "VocabShard":
-        """The shard of this rank, which holds `width` columns. Raises ParallelError when all ranks together hold too few."""
+        """The shard of this rank, which holds `width` columns, as many as every other rank of the group: that is not checked,
+        it would cost a collective. Raises ParallelError when all ranks together hold too few."""
         rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if world * width < vocab_size:
             raise ParallelError(
@@ -55,7 +58,8 @@ class VocabShard:
         return VocabShard(start=start, num_real=min(max(vocab_size - start, 0), width), group=group)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each id on this rank (0 where another rank holds it), and whether this rank holds it."""
+        """Column of each id on this rank (0 where another rank holds it), int64, and whether this rank holds it."""
+        ids = ids.long()  # a place in the logits is a column times a stride, which passes 2^31
         owned = (ids >= self.start) & (ids < self.start + self.num_real)
         return torch.where(owned, ids - self.start, 0), owned
 
@@ -82,8 +86,9 @@ class RowTotals:
         return (self.label - self.top) / temperature - self.log_sum
 
     def lse(self, temperature: float) -> Tensor:
-        """Log-sum-exp in units of the raw logits: log p = (x - lse) / temperature, to the rounding of a number of their size."""
-        return self.top + temperature * self.log_sum
+        """Log-sum-exp in units of the raw logits, [T, 2]: two numbers whose sum it is, for the backward pass, whose
+        log p = (x - lse[:, 0] - lse[:, 1]) / temperature is as exact with large logits as with small ones."""
+        return torch.stack([self.top, temperature * self.log_sum], -1)
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:
@@ -98,7 +103,8 @@ def _row_blocks(real: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """
     num_rows, width = real.shape
     dtype = arithmetic_dtype(real)
-    num = max(1, min(num_rows, _BLOCK_BYTES // (4 * max(width, 1))))
+    num_bytes = _BLOCK_BYTES if real.device.type == "cpu" else _BLOCK_BYTES_OF_DEVICE
+    num = max(1, min(num_rows, num_bytes // (4 * max(width, 1))))
     first, second = (torch.empty((num, width), dtype=dtype, device=real.device) for _ in range(2))
     for start in range(0, num_rows, num):
         rows = slice(start, min(start + num, num_rows))
@@ -139,7 +145,7 @@ def merge_rows(parts: Tensor, *, temperature: float) -> RowTotals:
     """Totals over the ranks from their statistics [W, T, 4]. A label that no rank holds has log-prob -inf."""
     tops, sums, weighted, labels = parts.unbind(-1)
     top = tops.amax(0)
-    shift = ((tops - top) / temperature).clamp(min=_LOG_ZERO)
+    shift = ((tops - top) / temperature).clamp(min=LOG_ZERO)
     scale = shift.exp()
     total = (sums * scale).sum(0)
     log_sum = total.log()
@@ -161,10 +167,11 @@ def dense_gradient(
 ) -> Tensor:
     """d loss / d logits [T, v] from the upstream gradients [T]; rows whose upstream gradient is 0 are exactly 0, NaN or not.
 
-    `out`: where to write it, of the logits' shape and dtype; may be `logits` itself. None allocates it.
+    `lse` [T, 2]: RowTotals.lse. `out`: where to write it, of the logits' shape and dtype; may be `logits` itself; None
+    allocates it.
     """
     dtype = arithmetic_dtype(logits)
-    g_lp = torch.zeros_like(lse) if grad_log_probs is None else grad_log_probs.to(dtype)
+    g_lp = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs.to(dtype)
     g_h = None if grad_entropy is None else grad_entropy.to(dtype)
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
     column, owned = shard.local(labels)
@@ -186,13 +193,16 @@ def dense_gradient(
         return grad
     grad[:, shard.num_real :] = 0
     at_label = torch.where(owned, g_lp, 0.0) / temperature
+    scale = math.log2(math.e) / temperature
+    top, log_sum = lse[:, :1], lse[:, 1:] * scale
     for rows, x, z, p in _row_blocks(logits[:, : shard.num_real]) if shard.num_real else ():
-        torch.sub(x, lse[rows, None], out=z).mul_(math.log2(math.e) / temperature)
+        torch.sub(x, top[rows], out=z)
+        torch.add(-log_sum[rows], z, alpha=scale, out=z)
         torch.exp2(z, out=p)
         if g_h is None:
             p.mul_(-g_lp[rows, None] / temperature)
         else:
-            z.clamp_(min=_LOG_ZERO).mul_(g_h[rows, None] * (-math.log(2.0) / temperature))
+            z.clamp_(min=LOG_ZERO).mul_(g_h[rows, None] * (-math.log(2.0) / temperature))
             z.sub_((g_lp[rows] + g_h[rows] * entropy[rows])[:, None] / temperature)
             p.mul_(z)
         p.scatter_add_(1, column[rows, None], at_label[rows, None])

@@ -26,7 +26,7 @@ from slime_ppo.ppo_utils.vocab_parallel import vocab_log_probs
 LOG = logging.getLogger("check_kernels")
 # of log-probs and entropies; and of gradients, relative to the largest: two roundings of bfloat16
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 8e-3)}
-KERNEL_USERS = ("slime_ppo.ppo_utils.vocab_rows.has_kernels", "slime_ppo.ppo_utils.top_p.has_kernels")
+KERNEL_USERS = ("slime_ppo.ppo_utils.vocab_rows.has_kernels", "slime_ppo.ppo_utils.support_rows.has_kernels")
 
 Scored = tuple[list[Tensor], Tensor]
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import ColumnPart
@@ -58,7 +59,8 @@ def forward_backward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[
 
 
 def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """[1, T, vocabulary shard] logits of the actor (fused: its last hidden states), [1, T, 1] values of the critic."""
+    """[1, T, vocabulary shard] logits of the actor (fused: its last hidden states) in the dtype of its weights, [1, T, 1]
+    values of the critic in float32. `chunk` is a DistributedDataParallel."""
     cu_seqlens = micro_batch.cu_seqlens
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -69,7 +71,9 @@ def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         max_seqlen_q=micro_batch.max_seqlen,
         max_seqlen_kv=micro_batch.max_seqlen,
     )
-    output: torch.Tensor = chunk(micro_batch.tokens[None], None, None, packed_seq_params=packed)
+    # by default it returns float32: all logits once more, and last hidden states that do not fit their bf16 weight
+    own_dtype = {"fp32_output": False} if isinstance(chunk.get_submodule("module"), Float16Module) else {}
+    output: torch.Tensor = chunk(micro_batch.tokens[None], None, None, packed_seq_params=packed, **own_dtype)
     return output
 
 

@@ -6,7 +6,6 @@ those of prompt tokens are never computed.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -33,31 +32,58 @@ class LmHead:
 
         `output` [T, ...] is the model's, over the whole pack. Collective over tensor-parallel ranks.
         """
-        labels = micro_batch.column("response_ids").long()
-        common: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "temperature": self.temperature,
-            "group": tensor_parallel_group(),
-            "entropy": entropy,
-        }
         if micro_batch.batch.support_ids is None:
-            return _unrestricted(self._over_vocabulary(micro_batch, output, labels, common))
+            return _unrestricted(self._over_vocabulary(micro_batch, output, entropy))
+        labels = micro_batch.column("response_ids").long()
         supports = TokenSupports(micro_batch.column("support_ids").long(), micro_batch.column("support_counts").long())
-        common["entropy_support"] = self.entropy_support
         if self.weight is None:
-            logits = output.index_select(0, micro_batch.positions)
-            return support_and_vocab_log_probs(logits, labels, supports, **common)
-        return linear_support_log_probs(output, self.weight, labels, supports, **common, **self._states(micro_batch))
+            return support_and_vocab_log_probs(
+                output.index_select(0, micro_batch.positions),
+                labels,
+                supports,
+                vocab_size=self.vocab_size,
+                temperature=self.temperature,
+                group=tensor_parallel_group(),
+                entropy=entropy,
+                entropy_support=self.entropy_support,
+            )
+        return linear_support_log_probs(
+            output,
+            self.weight,
+            labels,
+            supports,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            group=tensor_parallel_group(),
+            entropy=entropy,
+            entropy_support=self.entropy_support,
+            positions=micro_batch.positions,
+            sequence_parallel=self.sequence_parallel,
+        )
 
-    def _over_vocabulary(
-        self, micro_batch: MicroBatch, output: torch.Tensor, labels: torch.Tensor, common: dict[str, Any]
-    ) -> TokenLogProbs:
+    def _over_vocabulary(self, micro_batch: MicroBatch, output: torch.Tensor, entropy: EntropyMode) -> TokenLogProbs:
+        labels = micro_batch.column("response_ids").long()
         if self.weight is None:
-            return vocab_log_probs(output.index_select(0, micro_batch.positions), labels, **common)
-        return linear_log_probs(output, self.weight, labels, **common, **self._states(micro_batch))
-
-    def _states(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return {"positions": micro_batch.positions, "sequence_parallel": self.sequence_parallel}
+            return vocab_log_probs(
+                output.index_select(0, micro_batch.positions),
+                labels,
+                vocab_size=self.vocab_size,
+                temperature=self.temperature,
+                group=tensor_parallel_group(),
+                entropy=entropy,
+                overwrite_logits=True,  # the selected rows are a copy that nobody else sees
+            )
+        return linear_log_probs(
+            output,
+            self.weight,
+            labels,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            group=tensor_parallel_group(),
+            entropy=entropy,
+            positions=micro_batch.positions,
+            sequence_parallel=self.sequence_parallel,
+        )
 
 
 def _unrestricted(found: TokenLogProbs) -> SupportLogProbs:

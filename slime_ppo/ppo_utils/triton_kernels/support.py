@@ -1,8 +1,9 @@
-"""Statistics and gradient over ragged supports as Triton kernels: top_p.support_statistics and add_support_gradient on CUDA.
+"""Statistics and gradient over ragged supports as Triton kernels: those of support_rows.py on CUDA.
 
 Shapes: T tokens, K recorded ids, v columns on this rank. One program a row walks the row's ids and then its label, which is
 entry number `count`; an id equal to the label is passed over, so that the label enters once. Nothing is compacted, no
 intermediate of size K exists, and the entries of a row are distinct: no atomics, the same bits on every run.
+Arithmetic in float32 from logits of any narrower type.
 """
 
 from typing import TYPE_CHECKING
@@ -12,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slime_ppo.ppo_utils.vocab_parallel import VocabShard, arithmetic_dtype
+from slime_ppo.ppo_utils.vocab_rows import VocabShard
 
 if TYPE_CHECKING:
-    from slime_ppo.ppo_utils.top_p import RowGradients, TokenSupports
+    from slime_ppo.ppo_utils.support_rows import RowGradients, TokenSupports
 
 # Entries that a program handles at a time; most supports fit into one block.
 _BLOCK = 64
@@ -45,34 +46,33 @@ def _statistics(
     column_stride: tl.tensor,
     start: tl.tensor,
     num_real: tl.tensor,
-    TEMPERATURE: tl.constexpr,
+    temperature: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    dtype = stats.dtype.element_ty
     own = logits + row * row_stride
     label = tl.load(labels + row).to(tl.int64)
     end = tl.load(ends + row)
     begin = end - tl.load(counts + row)
-    top = tl.full((), float("-inf"), dtype)
+    top = tl.full((), float("-inf"), tl.float32)
     for block in range(begin, end + 1, BLOCK):
         column, kept, _ = _entries(ids, label, block, end, start, num_real, BLOCK)
-        x = tl.load(own + column * column_stride, mask=kept, other=float("-inf")).to(dtype)
+        x = tl.load(own + column * column_stride, mask=kept, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, tl.max(x, 0))
     # an entry of -inf below a top of -inf has no weight; their difference would be NaN
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((), dtype)
-    weighted = tl.zeros((), dtype)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)
     for block in range(begin, end + 1, BLOCK):
         column, kept, _ = _entries(ids, label, block, end, start, num_real, BLOCK)
-        x = tl.load(own + column * column_stride, mask=kept, other=float("-inf")).to(dtype)
-        log_p = (x - base) / TEMPERATURE
+        x = tl.load(own + column * column_stride, mask=kept, other=float("-inf")).to(tl.float32)
+        log_p = (x - base) / temperature
         p = tl.exp(log_p)
         total += tl.sum(p, 0)
         weighted += tl.sum(tl.where(p == 0, 0.0, p * log_p), 0)
     # loaded alone, because a maximum over the block would pass over NaN
     owned = (label >= start) & (label < start + num_real)
-    x_label = tl.load(own + (label - start) * column_stride, mask=owned, other=float("-inf")).to(dtype)
+    x_label = tl.load(own + (label - start) * column_stride, mask=owned, other=float("-inf")).to(tl.float32)
     tl.store(stats + 4 * row, top)
     tl.store(stats + 4 * row + 1, total)
     tl.store(stats + 4 * row + 2, weighted)
@@ -96,7 +96,7 @@ def _gradient(
     column_stride: tl.tensor,
     start: tl.tensor,
     num_real: tl.tensor,
-    TEMPERATURE: tl.constexpr,
+    temperature: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -107,42 +107,44 @@ def _gradient(
         label = tl.load(labels + row).to(tl.int64)
         end = tl.load(ends + row)
         begin = end - tl.load(counts + row)
-        row_lse = tl.load(lse + row)
+        top = tl.load(lse + 2 * row)
+        log_sum = tl.load(lse + 2 * row + 1)
         row_entropy = tl.load(entropy + row)
         for block in range(begin, end + 1, BLOCK):
             column, kept, is_label = _entries(ids, label, block, end, start, num_real, BLOCK)
             x = tl.load(logits + row * row_stride + column * column_stride, mask=kept, other=float("-inf"))
-            log_p = (x.to(row_lse.dtype) - row_lse) / TEMPERATURE
+            log_p = (x.to(tl.float32) - top - log_sum) / temperature
             p = tl.exp(log_p)
             pull = tl.where(p == 0, 0.0, p * (log_p + row_entropy))
-            part = (g_lp * (is_label.to(p.dtype) - p) - g_h * pull) / TEMPERATURE
+            part = (g_lp * (is_label.to(tl.float32) - p) - g_h * pull) / temperature
             place = grad + row * grad_stride + column
-            before = tl.load(place, mask=kept, other=0.0).to(p.dtype)
+            before = tl.load(place, mask=kept, other=0.0).to(tl.float32)
             tl.store(place, (before + part).to(grad.dtype.element_ty), mask=kept)
 
 
 def support_statistics_kernel(
     logits: Tensor, labels: Tensor, supports: "TokenSupports", shard: VocabShard, *, temperature: float
 ) -> Tensor:
-    """top_p.support_statistics, [T, 4]."""
-    stats = torch.empty((len(logits), 4), dtype=arithmetic_dtype(logits), device=logits.device)
+    """support_rows.support_statistics, float32 [T, 4]."""
+    stats = torch.empty((len(logits), 4), dtype=torch.float32, device=logits.device)
     if len(logits) == 0:
         return stats
     counts = supports.counts.contiguous()
-    _statistics[(len(logits),)](
-        logits,
-        labels.contiguous(),
-        supports.ids.contiguous(),
-        counts.cumsum(0),
-        counts,
-        stats,
-        logits.stride(0),
-        logits.stride(1),
-        shard.start,
-        shard.num_real,
-        TEMPERATURE=temperature,
-        BLOCK=_BLOCK,
-    )
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        _statistics[(len(logits),)](
+            logits,
+            labels.contiguous(),
+            supports.ids.contiguous(),
+            counts.cumsum(0),
+            counts,
+            stats,
+            logits.stride(0),
+            logits.stride(1),
+            shard.start,
+            shard.num_real,
+            temperature,
+            BLOCK=_BLOCK,
+        )
     return stats
 
 
@@ -156,26 +158,27 @@ def add_support_gradient_kernel(
     rows: "RowGradients",
     temperature: float,
 ) -> None:
-    """top_p.add_support_gradient, in place on `grad` [T, v], whose rows are contiguous."""
+    """support_rows.add_support_gradient, in place on `grad` [T, v], whose rows are contiguous."""
     if len(logits) == 0:
         return
     counts = supports.counts.contiguous()
-    _gradient[(len(logits),)](
-        grad,
-        logits,
-        labels.contiguous(),
-        supports.ids.contiguous(),
-        counts.cumsum(0),
-        counts,
-        rows.lse.contiguous(),
-        rows.entropy.contiguous(),
-        rows.grad_log_probs.contiguous(),
-        rows.grad_entropy.contiguous(),
-        grad.stride(0),
-        logits.stride(0),
-        logits.stride(1),
-        shard.start,
-        shard.num_real,
-        TEMPERATURE=temperature,
-        BLOCK=_BLOCK,
-    )
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        _gradient[(len(logits),)](
+            grad,
+            logits,
+            labels.contiguous(),
+            supports.ids.contiguous(),
+            counts.cumsum(0),
+            counts,
+            rows.lse.contiguous(),
+            rows.entropy.contiguous(),
+            rows.grad_log_probs.contiguous(),
+            rows.grad_entropy.contiguous(),
+            grad.stride(0),
+            logits.stride(0),
+            logits.stride(1),
+            shard.start,
+            shard.num_real,
+            temperature,
+            BLOCK=_BLOCK,
+        )

@@ -20,11 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slime_ppo.ppo_utils.vocab_rows import LOG_ZERO
+
 # A block of a row: enough loads in flight to hide memory latency at two programs a multiprocessor, and no register spills.
 _BLOCK = 8192
 _WARPS = 16
-# Stands for log 0 where it is multiplied by a probability of 0: -inf * 0 is NaN.
-_LOG_ZERO = tl.constexpr(-1e30)
+_LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LOG_2 = tl.constexpr(math.log(2.0))
 
 
@@ -97,7 +98,7 @@ def _dense_gradient_kernel(
     # a row without upstream gradient is not even read: it may hold NaN
     inside = at < tl.where(used, num_real, 0)
     x = tl.load(logits + row * row_stride + at * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
-    z = (x - tl.load(lse + row)) * scale
+    z = (x - tl.load(lse + 2 * row)) * scale - tl.load(lse + 2 * row + 1) * scale
     weight = -g_lp
     if WITH_ENTROPY:
         weight = -(g_h * _LOG_2) * tl.maximum(z, _LOG_ZERO) - (g_lp + g_h * tl.load(entropy + row))
@@ -147,7 +148,8 @@ def dense_gradient(
 ) -> None:
     """Writes d loss / d logits into `grad` [T, v], which may be `logits` itself; zero in the columns from `num_real` on.
 
-    `lse`, `entropy` and the upstream gradients are float32 [T]; `columns` as above. Rows without upstream gradient get zero.
+    `lse` float32 [T, 2] (RowTotals.lse); `entropy` and the upstream gradients float32 [T]; `columns` as above. Rows
+    without upstream gradient get zero.
     """
     if grad.numel() == 0:
         return

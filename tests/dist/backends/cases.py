@@ -39,6 +39,7 @@ class Case:
     weight_decay: float = 0.1
     offload_between: bool = False
     fuse_lm_head: bool = False
+    dtype: str = "float32"
     rendezvous: str = ""
 
     def settings(self, rank: int, role: str) -> WorkerSettings:
@@ -57,7 +58,7 @@ class Case:
             model=ModelSettings(
                 hf_folder=self.actor_folder if role == "actor" else self.critic_folder,
                 ref_folder=self.ref_folder if role == "actor" else None,
-                dtype="float32",
+                dtype=self.dtype,
                 make_vocab_size_divisible_by=32,
                 fuse_lm_head=self.fuse_lm_head,
             ),

@@ -6,7 +6,7 @@ after they were computed, so that ratios and values reach their clips in the fir
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
 from slime_ppo.types.step_plan import StepPlan
-from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan
+from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan, make_scored_batch
 from tests.dist.backends.compare import gradient_error, relative
 from tests.dist.backends.conftest import CaseMaker
 from tests.dist.backends.models import drawn_nearby
@@ -128,6 +128,28 @@ def test_iteration_fused_lm_head_equals_one_rank_with_logits(
     expected = _one_rank(megatron_pool, case, name, one_rank_reports)
     fused = replace(case.on(*LAYOUTS[layout], tmp_path), fuse_lm_head=True)
     _assert_reports_equal(_run(megatron_pool, fused, name)[0], expected, case)
+
+
+@pytest.mark.parametrize("layout", ["one_rank_single", "tp2"])
+def test_bfloat16_fused_lm_head_equals_logits_up_to_their_rounding(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
+) -> None:
+    """The same states go into both heads. One rounds its logits, which are below 4 in size, to 8 bits, by 2^-7 at most; a
+    log-prob is off by twice that at most, and the gradient by a share of that size."""
+    case = make_case(PpoConfig(), tie=False, dtype="bfloat16")
+
+    def run(function: str, *, fused: bool, **arguments: object) -> Any:
+        own = replace(case.on(*LAYOUTS[layout], tmp_path), fuse_lm_head=fused)
+        return megatron_pool.run(f"{RANKS}:{function}", world=own.layout.num_ranks, case=own, **arguments)[0]
+
+    plain, fused = (run("score", fused=fused, batch=make_batch())[0] for fused in (False, True))
+    for name in ("old_log_probs", "entropy"):
+        assert np.isfinite(fused[name]).all() and np.abs(fused[name] - plain[name]).max() <= 2**-6, name
+    step = replace(make_plan(), steps=make_plan().steps[:1])
+    own, other = (run("train_actor_steps", fused=fused, batch=make_scored_batch(), plan=step)[0] for fused in (True, False))
+    assert own["skipped"] == other["skipped"] == 0
+    assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=2**-6)
+    assert own["pg_loss"] == pytest.approx(other["pg_loss"], abs=2**-6)
 
 
 def _one_rank(pool: RankPool, case: Case, name: str, reports: dict) -> "Report":

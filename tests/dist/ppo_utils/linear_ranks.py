@@ -16,15 +16,19 @@ TEMPERATURE = 0.7
 
 
 def linear_case(dtype: torch.dtype, vocab_size: int, *, num_positions: int = 9) -> dict[str, Any]:
-    """12 states of which some are scored, in any order; a weight of 16 rows, of which those from `vocab_size` on are padding."""
+    """12 states of which some are scored, in any order; a weight of 16 rows, of which those from `vocab_size` on are padding
+    that holds NaN."""
     generator = torch.Generator().manual_seed(vocab_size)
     counts = torch.tensor([3, 0, 1, 5, 0, 4, 1, 2, 3])[:num_positions]
     ids = [torch.randperm(vocab_size, generator=generator)[:count] for count in counts.tolist()]
     unrestricted = torch.zeros(num_positions, dtype=torch.bool)
     unrestricted[4:5] = True
+    states = torch.randn((12, 6), generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn((WIDTH, 6), generator=generator, dtype=torch.float64).to(dtype)
+    weight[vocab_size:] = float("nan")
     return {
-        "hidden": torch.randn((12, 6), generator=generator, dtype=torch.float64).to(dtype),
-        "weight": torch.randn((WIDTH, 6), generator=generator, dtype=torch.float64).to(dtype),
+        "hidden": states,
+        "weight": weight,
         "positions": torch.randperm(12, generator=generator)[:num_positions],
         "labels": torch.randint(0, vocab_size, (num_positions,), generator=generator),
         "supports": TokenSupports(torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64), counts, unrestricted),

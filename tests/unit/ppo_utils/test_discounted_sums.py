@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_ppo.ppo_utils.discounted_sums import BLOCK, discounted_sums, scan_in_place, whole_blocks
+from slime_ppo.ppo_utils.discounted_sums import BLOCK, discounted_sums, product_dtype, varied_sums, whole_blocks
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -48,14 +48,15 @@ def test_discounted_sums_of_any_lengths_equal_the_loop(lens: list[int], factor: 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(0, 99))
-def test_scan_with_a_factor_per_sample_equals_the_loop(lens: list[int], seed: int) -> None:
+def test_varied_sums_with_a_factor_per_sample_equal_the_loop_and_leave_x(lens: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lens), generator=generator, dtype=torch.float64)
     factors = torch.rand(len(lens), generator=generator, dtype=torch.float64)
     per_token = torch.repeat_interleave(factors, torch.tensor(lens)).index_fill(0, _last(lens), 0.0)
-    y = _blocks(x)
-    scan_in_place(y, _blocks(per_token))
+    given_x = _blocks(x)
+    y = varied_sums(given_x, _blocks(per_token))
     assert torch.allclose(y[: len(x)], _loop(x, lens, factors.tolist()), rtol=1e-12, atol=1e-12)
+    assert torch.equal(given_x[: len(x)], x)
 
 
 @pytest.mark.parametrize("factor", [0.95, 1.0])
@@ -71,3 +72,8 @@ def test_discounted_sums_in_float32_stay_within_4e_6_of_the_loop_on_normal_numbe
 def test_discounted_sums_without_tokens_are_empty() -> None:
     empty = torch.zeros(0, dtype=torch.float64)
     assert discounted_sums(empty, torch.zeros(0, dtype=torch.int64), 0.9, dtype=torch.float32).shape == (0,)
+
+
+def test_product_dtype_is_one_that_tf32_leaves_alone_wherever_tf32_exists() -> None:
+    assert product_dtype(torch.device("cpu"), torch.float32) == torch.float32
+    assert product_dtype(torch.device("cuda"), torch.float32) == torch.float64

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_ppo.errors import ConfigError
+from slime_ppo.errors import ConfigError, DataError, NumericsError
 from slime_ppo.ppo_utils import reference
 from slime_ppo.ppo_utils.gae import Advantages, generalized_advantages
 from tests.helpers.ppo_cases import Packed, random_packed
@@ -184,3 +184,49 @@ def test_gae_no_sample_or_no_trainable_token_gives_zeros() -> None:
 def test_gae_adaptive_not_positive_is_refused() -> None:
     with pytest.raises(ConfigError, match="a = 0"):
         _gae(random_packed(0, lens=[2]), adaptive=0.0)
+
+
+@pytest.mark.parametrize("adaptive", [None, 0.5])
+def test_gae_under_autocast_equals_that_without(adaptive: float | None) -> None:
+    batch = random_packed(11, lens=[300, 40], dtype=torch.float32)
+    without = _gae(batch, lambd_critic=0.8, adaptive=adaptive)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = _gae(batch, lambd_critic=0.8, adaptive=adaptive)
+    assert torch.equal(within.advantages, without.advantages) and torch.equal(within.returns, without.returns)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 6]])
+def test_gae_lens_that_do_not_add_up_to_the_tokens_are_refused(sizes: list[int]) -> None:
+    batch = random_packed(0, lens=[2, 4], masked=0.0)
+    wrong = Packed(batch.rewards, batch.values, batch.mask, torch.tensor(sizes))
+    with pytest.raises(DataError, match=rf"mask has shape \(6,\), but the lens of 2 samples add up to {sum(sizes)} response"):
+        _gae(wrong)
+
+
+def test_gae_columns_of_another_length_than_tokens_or_samples_are_refused() -> None:
+    batch = random_packed(0, lens=[2, 4], masked=0.0)
+    with pytest.raises(DataError, match=r"values has shape \(1,\), but the lens of 2 samples add up to 6 response tokens"):
+        _gae(Packed(batch.rewards, batch.values[:1], batch.mask, batch.lens))
+    with pytest.raises(DataError, match=r"bootstrap_values has shape \(1,\), but lens has 2 samples"):
+        _gae(batch, bootstrap_values=torch.ones(1))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_gae_not_finite_where_trainable_is_refused_with_its_place_and_ignored_where_masked(bad: float) -> None:
+    batch = random_packed(12, lens=[20, 20, 60], masked=0.0)
+    for name, column in (("rewards", batch.rewards), ("values", batch.values)):
+        kept = column.clone()
+        column[70] = bad
+        with pytest.raises(NumericsError, match=rf"{name} of sample 2 is {bad} at response token 30, which is trainable"):
+            _gae(batch)
+        masked = Packed(batch.rewards, batch.values, batch.mask.index_fill(0, torch.tensor([70]), False), batch.lens)
+        assert _gae(masked).advantages.isfinite().all()
+        column.copy_(kept)
+    with pytest.raises(NumericsError, match=f"bootstrap_values of sample 1 is {bad}"):
+        _gae(batch, bootstrap_values=torch.tensor([0.0, bad, 0.0]))
+
+
+def test_gae_finite_numbers_whose_sum_overflows_go_through() -> None:
+    huge = torch.full((3,), 1e308, dtype=torch.float64)
+    batch = Packed(huge, torch.zeros_like(huge), torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.int64))
+    assert torch.equal(_gae(batch).advantages, huge)

@@ -265,9 +265,9 @@ def _errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 def test_bfloat16_gradients_are_no_worse_than_unfused_ones(matmul: torch.dtype, rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((48, 32), generator=generator).bfloat16()
-    weight = (torch.randn((1500, 32), generator=generator) / 2).bfloat16()
-    labels, upstream = torch.randint(0, 1500, (48,), generator=generator), torch.randn(48, generator=generator)
-    options = {"vocab_size": 1500, "temperature": 1.0, "group": None, "entropy": "none", "plan": BlockPlan(rows, 128, rows, matmul)}
+    weight = (torch.randn((16000, 32), generator=generator) / 2).bfloat16()
+    labels, upstream = torch.randint(0, 16000, (48,), generator=generator), torch.randn(48, generator=generator)
+    options = _options(16000, "none", plan=BlockPlan(rows, 128, rows, matmul)) | {"temperature": 1.0}
     exact = _leaves(hidden.double(), weight.double())
     log_probs = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     (log_probs @ upstream.double()).backward()
@@ -282,7 +282,7 @@ def test_bfloat16_gradients_are_no_worse_than_unfused_ones(matmul: torch.dtype, 
         assert (out.log_probs - log_probs).abs().max() <= 4e-6
     for leaves in (ours, in_forward):
         for error, limit in zip(_errors([x.grad for x in leaves], [x.grad for x in exact]), unfused, strict=True):
-            assert error <= (1.0 if matmul == torch.float32 else 1.1) * limit
+            assert error <= (1.0 if matmul == torch.float32 else 1.02) * limit  # two blocks summed in bfloat16 round twice
 
 
 @pytest.mark.parametrize("function", ["plain", "support", "support_only", "token"])

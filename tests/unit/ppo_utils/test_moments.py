@@ -1,9 +1,11 @@
 """Merging of statistics, against numpy in float64 over all numbers at once."""
 
+from functools import reduce
+
 import numpy as np
 import pytest
 
-from slime_ppo.ppo_utils.moments import ExplainedVariance, Moments, merge_moments
+from slime_ppo.ppo_utils.moments import ExplainedVariance, Moments
 
 
 def _moments(x: np.ndarray) -> Moments:
@@ -13,7 +15,7 @@ def _moments(x: np.ndarray) -> Moments:
 @pytest.mark.parametrize("cuts", [[0], [5], [3, 3, 20], [1, 2, 3, 39]])
 def test_merge_any_split_equals_numpy_variance_of_all(cuts: list[int]) -> None:
     x = 1000 + 0.01 * np.random.default_rng(0).standard_normal(40)
-    merged = merge_moments(_moments(part) for part in np.split(x, cuts))
+    merged = reduce(Moments.merge, (_moments(part) for part in np.split(x, cuts)), Moments())
     assert merged.count == 40
     assert merged.mean == pytest.approx(x.mean(), rel=1e-14)
     assert merged.variance == pytest.approx(x.var(ddof=1), rel=1e-9)

@@ -95,7 +95,7 @@ def test_no_tokens_and_a_shard_of_padding_only_are_overwritten_with_zeros() -> N
     assert empty.grad is not None and empty.grad.shape == (0, 5)
     logits, ones = torch.full((2, 3), NAN), torch.ones(2)
     upstream = {"grad_log_probs": ones, "grad_entropy": ones, "temperature": 0.7, "out": logits}
-    found = dense_gradient(logits, LABELS[:2], VocabShard(start=16, num_real=0, group=None), ones, ones, **upstream)
+    found = dense_gradient(logits, LABELS[:2], VocabShard(start=16, num_real=0, group=None), torch.ones((2, 2)), ones, **upstream)
     assert found is logits and logits.eq(0).all()
 
 

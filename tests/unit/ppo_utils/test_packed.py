@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slime_ppo.errors import NumericsError
-from slime_ppo.ppo_utils.packed import require_finite, sample_index, segment_sum, select, trainable_counts
+from slime_ppo.errors import DataError, NumericsError
+from slime_ppo.ppo_utils.packed import require_finite, require_layout, sample_index, segment_sum, select, trainable_counts
 
 
 def test_sample_index_and_segment_sum_with_an_empty_sample_match_hand_values() -> None:
@@ -34,3 +34,15 @@ def test_require_finite_nan_at_trainable_token_names_sample_and_token() -> None:
     require_finite(x, torch.tensor([True, False, True, True, False]), lens, sample_ids=[40, 41], name="values")
     with pytest.raises(NumericsError, match="values of sample 41 is inf at response token 2"):
         require_finite(x, torch.tensor([True, False, True, True, True]), lens, sample_ids=[40, 41], name="values")
+
+
+def test_require_layout_accepts_what_fits_and_names_what_does_not() -> None:
+    mask, lens = torch.ones(5, dtype=torch.bool), torch.tensor([2, 0, 3])
+    require_layout(mask, lens, tokens={"a": torch.zeros(5), "b": None}, samples={"c": torch.zeros(3), "d": None})
+    require_layout(mask[:0], lens[:0], tokens={}, samples={})
+    with pytest.raises(DataError, match=r"mask has shape \(4,\), but the lens of 3 samples add up to 5 response tokens"):
+        require_layout(mask[:4], lens, tokens={}, samples={})
+    with pytest.raises(DataError, match=r"a has shape \(5, 1\), but the lens of 3 samples add up to 5 response tokens"):
+        require_layout(mask, lens, tokens={"a": torch.zeros(5, 1)}, samples={})
+    with pytest.raises(DataError, match=r"c has shape \(2,\), but lens has 3 samples"):
+        require_layout(mask, lens, tokens={}, samples={"c": torch.zeros(2)})

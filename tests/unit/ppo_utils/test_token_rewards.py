@@ -122,3 +122,20 @@ def test_token_rewards_of_a_context_parallel_rank_are_its_slice_of_all(
         )
         assert torch.equal(own.rewards, whole.rewards[context.index])
         assert torch.equal(own.kl, whole.kl[context.index]) and torch.equal(own.clamped, whole.clamped[context.index])
+
+
+def test_token_rewards_of_bfloat16_log_probs_are_not_rounded() -> None:
+    zeros = torch.zeros(2, dtype=torch.bfloat16)
+    mask, lens = torch.ones(2, dtype=torch.bool), torch.tensor([1, 1])
+    out = build_token_rewards(torch.tensor([0.3, 1 / 3]), zeros, zeros, mask, lens, kl_coef=0.1)
+    # bfloat16 would make 0.30078125 of 0.3
+    assert torch.equal(out.rewards, torch.tensor([0.3, 1 / 3])) and out.kl.dtype == torch.float32
+
+
+def test_token_rewards_of_shapes_that_do_not_fit_lens_are_refused() -> None:
+    with pytest.raises(DataError, match=r"mask has shape \(8,\), but the lens of 3 samples add up to 7 response tokens"):
+        build_token_rewards(REWARDS, OLD, None, MASK, torch.tensor([3, 3, 1]), kl_coef=0.0)
+    with pytest.raises(DataError, match=r"sequence_rewards has shape \(2,\), but lens has 3 samples"):
+        build_token_rewards(REWARDS[:2], OLD, None, MASK, LENS, kl_coef=0.0)
+    with pytest.raises(DataError, match=r"process_rewards has shape \(7,\), but the lens"):
+        build_token_rewards(REWARDS, OLD, None, MASK, LENS, kl_coef=0.0, process_rewards=torch.zeros(7))

@@ -275,6 +275,7 @@ def test_support_log_probs_second_derivative_is_refused() -> None:
     ("supports", "message"),
     [
         (TokenSupports(SUPPORTS.ids, SUPPORTS.counts + torch.tensor([0, 0, 1, 0, 0])), "add up to 7, but there are 6"),
+        (TokenSupports(SUPPORTS.ids, torch.tensor([3, 3, -1, 1, 0])), "1 support counts are negative.*validate_support names"),
         (TokenSupports(SUPPORTS.ids, SUPPORTS.counts[:4]), "do not agree"),
         (TokenSupports(SUPPORTS.ids, SUPPORTS.counts, torch.tensor([True])), "do not agree"),
         (TokenSupports(SUPPORTS.ids, SUPPORTS.counts, torch.tensor([False, True, False, False, False])), "hold 2 support ids"),

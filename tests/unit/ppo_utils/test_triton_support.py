@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_ppo.ppo_utils import top_p
-from slime_ppo.ppo_utils.top_p import RowGradients, TokenSupports
+from slime_ppo.ppo_utils import support_rows, top_p
+from slime_ppo.ppo_utils.support_rows import RowGradients, TokenSupports
 from slime_ppo.ppo_utils.vocab_parallel import VocabShard
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -45,7 +45,6 @@ class Case:
 CASES = {
     "whole": Case(),
     "temperature": Case(temperature=0.7),
-    "float64": Case(dtype=torch.float64, temperature=0.7),
     "bfloat16": Case(dtype=torch.bfloat16),
     "first shard": Case(width=100),
     "shard with padding": Case(start=300, width=120),
@@ -71,14 +70,14 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor, TokenSupports]:
 
 def _run(case: Case) -> dict[str, Tensor]:
     logits, labels, supports = _inputs(case)
-    stats = top_p.support_statistics(logits, labels, supports, case.shard, temperature=case.temperature)
+    stats = support_rows.support_statistics(logits, labels, supports, case.shard, temperature=case.temperature)
     generator = torch.Generator().manual_seed(2)
-    lse, entropy, g_lp, g_h = torch.randn((4, NUM_TOKENS), generator=generator, dtype=torch.float64).to(stats.dtype)
+    top, log_sum, entropy, g_lp, g_h = torch.randn((5, NUM_TOKENS), generator=generator)
     # row 1 may be NaN or -inf: it has no gradient from upstream; row 3 has one of the two
     g_lp[1] = g_h[1] = g_lp[3] = 0.0
-    rows = RowGradients(lse + 8, entropy, g_lp, g_h)
+    rows = RowGradients(torch.stack([top + 8, log_sum], -1), entropy, g_lp, g_h)
     grad = torch.ones((NUM_TOKENS, case.width), dtype=case.dtype)
-    top_p.add_support_gradient(grad, logits, labels, supports, case.shard, rows=rows, temperature=case.temperature)
+    support_rows.add_support_gradient(grad, logits, labels, supports, case.shard, rows=rows, temperature=case.temperature)
     return {"stats": stats, "grad": grad}
 
 
@@ -98,9 +97,11 @@ def _public() -> dict[str, Tensor]:
 
 def write_results(path: str) -> None:
     """In the interpreter: what every case gives when the kernels are taken."""
-    with mock.patch.object(top_p, "has_kernels", return_value=True) as asked:
+    guard = mock.patch.object(torch.cuda, "device_of", wraps=torch.cuda.device_of)
+    with mock.patch.object(support_rows, "has_kernels", return_value=True) as asked, guard as guarded:
         results = {name: _run(case) for name, case in CASES.items()} | {"public": _public()}
-    assert asked.call_count == 2 * len(CASES) + 4
+    # each launch goes to the device of its logits, which need not be the current one
+    assert asked.call_count == guarded.call_count == 2 * len(CASES) + 4
     torch.save(results, path)
 
 
@@ -112,18 +113,17 @@ def compile_kernels() -> None:
 
     from slime_ppo.ppo_utils.triton_kernels import support
 
-    for logits, arithmetic in (("*bf16", "*fp32"), ("*fp64", "*fp64")):
-        integers = dict.fromkeys(("row_stride", "column_stride", "start", "num_real"), "i32")
-        common = {"logits": logits, **dict.fromkeys(("labels", "ids", "ends", "counts"), "*i64"), **integers}
-        per_row = dict.fromkeys(("lse", "entropy", "grad_log_probs", "grad_entropy"), arithmetic)
-        for kernel, types in (
-            (support._statistics, {"stats": arithmetic}),
-            (support._gradient, {"grad": logits, "grad_stride": "i32", **per_row}),
-        ):
-            signature = {**common, **types, "TEMPERATURE": "constexpr", "BLOCK": "constexpr"}
-            ordered = {name: signature[name] for name in kernel.arg_names}
-            source = ASTSource(kernel, ordered, constexprs={"TEMPERATURE": 0.7, "BLOCK": 64})
-            assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+    integers = dict.fromkeys(("row_stride", "column_stride", "start", "num_real"), "i32")
+    common = {"logits": "*bf16", **dict.fromkeys(("labels", "ids", "ends", "counts"), "*i64"), **integers, "temperature": "fp32"}
+    per_row = dict.fromkeys(("lse", "entropy", "grad_log_probs", "grad_entropy"), "*fp32")
+    for kernel, types in (
+        (support._statistics, {"stats": "*fp32"}),
+        (support._gradient, {"grad": "*bf16", "grad_stride": "i32", **per_row}),
+    ):
+        signature = {**common, **types, "BLOCK": "constexpr"}
+        ordered = {name: signature[name] for name in kernel.arg_names}
+        source = ASTSource(kernel, ordered, constexprs={"BLOCK": 64})
+        assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
 
 
 def _in_a_process(call: str, **environment: str) -> None:
@@ -141,7 +141,7 @@ def kernel_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[s
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}[found.dtype]
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[found.dtype]
     return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -169,4 +169,4 @@ def test_support_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 def test_support_kernels_are_left_alone_on_a_cpu() -> None:
-    assert not top_p.has_kernels(torch.zeros(1, 1))
+    assert not support_rows.has_kernels(torch.zeros(1, 1))
