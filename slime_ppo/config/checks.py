@@ -72,17 +72,25 @@ def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor
                 f"{prefix}tensor-model-parallel-size {settings.tp_size} of the {role} does not divide the {count} {what} of "
                 f"{settings.hf_folder}. Use {' or '.join(map(str, works))}"
             )
-    limit = shape.max_position_embeddings
+    _check_lengths(config, shape, settings.hf_folder)
+
+
+def _check_lengths(config: Config, shape: ModelShape, folder: str) -> None:
+    """No sample may be longer than the model's positions, nor than its attention window: up to there a window hides nothing."""
     prompt = config.data.rollout_max_prompt_len
     lengths = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
     if config.eval.eval_interval:
         lengths["--eval-max-response-len"] = config.eval_max_response_len
+    limits = [(shape.max_position_embeddings, "positions (max_position_embeddings)")]
+    if shape.attention_window is not None:
+        limits.append((shape.attention_window, "tokens in its sliding_window, and longer samples are not in this version"))
     for flag, response in lengths.items():
-        if prompt + response > limit:
-            raise ConfigError(
-                f"--rollout-max-prompt-len {prompt} + {flag} {response} = {prompt + response} tokens, but {settings.hf_folder} has "
-                f"{limit} positions (max_position_embeddings). Lower one of the two by {prompt + response - limit} or more"
-            )
+        for limit, what in limits:
+            if prompt + response > limit:
+                raise ConfigError(
+                    f"--rollout-max-prompt-len {prompt} + {flag} {response} = {prompt + response} tokens, but {folder} has "
+                    f"{limit} {what}. Lower one of the two by {prompt + response - limit} or more"
+                )
 
 
 def config_warnings(config: Config) -> tuple[str, ...]:

@@ -31,13 +31,17 @@ class MemoryEstimate:
 
 
 def num_params(shape: ModelShape, *, tp_size: int, divisible_by: int, value_head: bool) -> int:
-    """Parameters of one tensor-parallel rank: matrices are split, norms are not. A value head takes the place of the lm head."""
+    """Parameters of one tensor-parallel rank: matrices and their biases are split, norms are not. A value head takes the place
+    of the lm head."""
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     matrices = shape.hidden_size * (2 * q + 2 * k + 3 * shape.ffn_hidden_size)
+    biases = q + 2 * k if shape.qkv_bias else 0
+    head_norms = 2 * shape.head_dim if shape.qk_layernorm else 0
     embedding = padded_vocab_size(shape.vocab_size, tp_size=tp_size, divisible_by=divisible_by) * shape.hidden_size
     embeddings = embedding if value_head or shape.tie_word_embeddings else 2 * embedding
-    split = (shape.num_layers * matrices + embeddings) // tp_size
-    return split + (2 * shape.num_layers + 1) * shape.hidden_size + (shape.hidden_size + 1 if value_head else 0)
+    split = (shape.num_layers * (matrices + biases) + embeddings) // tp_size
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size + shape.num_layers * head_norms
+    return split + norms + (shape.hidden_size + 1 if value_head else 0)
 
 
 def micro_batch_tokens(config: Config, role: RoleName) -> tuple[int, int]:

@@ -5,14 +5,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_ppo.conversion.families import FAMILIES
+from slime_ppo.conversion.mapping import ModelFamily, WindowKey
 from slime_ppo.errors import CheckpointError
 
-MODEL_TYPES = ("llama",)
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """RoPE of Llama 3.1 and later: wavelengths above original positions / low_freq_factor are divided by `factor`, those below
+    original positions / high_freq_factor stay, and between the two the frequencies are blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder. `num_query_groups` = key-value heads; `eos_token_ids` may be empty (the tokenizer may know)."""
+    """Shape of a decoder. `num_query_groups` = key-value heads; `eos_token_ids` may be empty (the tokenizer may know).
+
+    `attention_window`: tokens that a position sees, itself included, when the folder says that attention is windowed.
+    """
 
     model_type: str
     num_layers: int
@@ -25,6 +39,10 @@ class ModelShape:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    attention_window: int | None
+    qkv_bias: bool
+    qk_layernorm: bool
     rms_norm_eps: float
     eos_token_ids: tuple[int, ...]
 
@@ -33,7 +51,7 @@ class ModelShape:
         """Read `config.json`, and the end tokens from `generation_config.json` when it is there.
 
         Raises CheckpointError naming the file and key for a missing folder, file or key, a value of the wrong type, a model
-        type that is not in this version, and a llama variant (biases, scaled RoPE) whose weights would load wrongly.
+        type that is not in this version, and a variant of a family (other biases, another RoPE) that would compute wrongly.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -43,11 +61,11 @@ class ModelShape:
             )
         source = _JsonFile.read(folder / "config.json")
         model_type = source.text("model_type")
-        if model_type not in MODEL_TYPES:
-            raise CheckpointError(
-                f"{source.path}: model_type {model_type!r} is not in this version; known: {', '.join(MODEL_TYPES)}"
-            )
-        _refuse_variants(source)
+        if model_type not in FAMILIES:
+            raise CheckpointError(f"{source.path}: model_type {model_type!r} is not in this version; known: {', '.join(FAMILIES)}")
+        family = FAMILIES[model_type]
+        _refuse_variants(source, family)
+        rope = _rope_block(source)
         heads, hidden = source.count("num_attention_heads"), source.count("hidden_size")
         return ModelShape(
             model_type=model_type,
@@ -60,7 +78,11 @@ class ModelShape:
             vocab_size=source.count("vocab_size"),
             max_position_embeddings=source.count("max_position_embeddings"),
             tie_word_embeddings=source.flag("tie_word_embeddings"),
-            rope_theta=_rope_theta(source),
+            rope_theta=rope.number("rope_theta") if rope.has("rope_theta") else source.number("rope_theta"),
+            rope_scaling=_rope_scaling(rope),
+            attention_window=_attention_window(source, family),
+            qkv_bias=family.qkv_bias,
+            qk_layernorm=family.qk_layernorm,
             rms_norm_eps=source.number("rms_norm_eps"),
             eos_token_ids=_eos_token_ids(source),
         )
@@ -136,22 +158,53 @@ class _JsonFile:
         return self.entries[key]
 
 
-def _refuse_variants(source: _JsonFile) -> None:
-    """Llama variants that share the model_type but have other weights or another forward."""
-    for key in ("attention_bias", "mlp_bias"):
+def _refuse_variants(source: _JsonFile, family: ModelFamily) -> None:
+    """Variants that share the model_type but have other weights or another forward, and keys that must be written out."""
+    for key in family.refused_flags:
         if source.flag(key):
             raise CheckpointError(f"{source.path}: {key} true is not in this version, expected false")
+    for key in family.required_keys:
+        if key not in source.entries:
+            raise CheckpointError(f"{source.path}: has no {key!r}, which the shape of a {family.model_type} model needs")
     if source.has("hidden_act") and source.text("hidden_act") != "silu":
         raise CheckpointError(f"{source.path}: hidden_act {source.text('hidden_act')!r} is not in this version, expected 'silu'")
 
 
-def _rope_theta(source: _JsonFile) -> float:
-    """transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and, for scaled RoPE, `rope_scaling`."""
-    scaling = source.block("rope_parameters") if source.has("rope_parameters") else source.block("rope_scaling")
-    kinds = [scaling.text(key) for key in ("rope_type", "type") if scaling.has(key)]
-    if any(kind != "default" for kind in kinds):
-        raise CheckpointError(f"{source.path}: RoPE of type {kinds[0]!r} is not in this version, expected 'default'")
-    return scaling.number("rope_theta") if scaling.has("rope_theta") else source.number("rope_theta")
+def _rope_block(source: _JsonFile) -> _JsonFile:
+    """Parameters of RoPE: transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and, for scaled RoPE, `rope_scaling`."""
+    block = source.block("rope_parameters") if source.has("rope_parameters") else source.block("rope_scaling")
+    for place in (block, source):
+        if place.has("partial_rotary_factor") and place.number("partial_rotary_factor") != 1:
+            raise CheckpointError(
+                f"{source.path}: partial_rotary_factor {place.number('partial_rotary_factor'):g} is not in this version, expected 1"
+            )
+    return block
+
+
+def _rope_scaling(rope: _JsonFile) -> Llama3Scaling | None:
+    kind = next((rope.text(key) for key in ("rope_type", "type") if rope.has(key)), "default")  # the first wins in transformers
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise CheckpointError(f"{rope.path}: RoPE of type {kind!r} is not in this version, expected 'default' or 'llama3'")
+    scaling = Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=rope.count("original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise CheckpointError(
+            f"{rope.path}: RoPE's high_freq_factor is {scaling.high_freq_factor:g}, expected more than its low_freq_factor "
+            f"{scaling.low_freq_factor:g}"
+        )
+    return scaling
+
+
+def _attention_window(source: _JsonFile, family: ModelFamily) -> int | None:
+    """The window when any layer may use one: which layers do is not asked, as sequences longer than it are refused."""
+    used = family.window_key is WindowKey.WINDOW or (family.window_key is WindowKey.SWITCH and source.flag("use_sliding_window"))
+    return source.count("sliding_window") if used and source.has("sliding_window") else None
 
 
 def _eos_token_ids(source: _JsonFile) -> tuple[int, ...]:

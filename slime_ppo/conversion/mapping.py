@@ -1,4 +1,4 @@
-"""How Megatron's parameters are made of Hugging Face tensors: the words a model family's table is written in."""
+"""How Megatron's parameters are made of Hugging Face tensors: the words a model family's table is written in. No torch."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -29,12 +29,22 @@ class Rule:
     split: Split
 
 
+class WindowKey(Enum):
+    """Which key of config.json says that attention sees a window of the sequence only."""
+
+    NONE = "none"  # the family has no windows
+    WINDOW = "sliding_window"  # in use when it is a number
+    SWITCH = "use_sliding_window"  # `sliding_window` is in use when this is true
+
+
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family is a table that converts both ways.
+    """A family is a table that converts both ways, and how its config.json differs from that of the others.
 
     `output_layer` is left out when the embeddings are tied. `value_head` replaces it in a critic, whose folder is that of
-    the HF class `value_architecture`.
+    the HF class `value_architecture`. Names in `derived` may be in a folder and are not read. A config.json whose
+    `refused_flags` are true has other weights than the table; `required_keys` have defaults in transformers that differ from
+    family to family, so they must be written out.
     """
 
     model_type: str
@@ -42,3 +52,20 @@ class ModelFamily:
     output_layer: Rule
     value_head: Rule
     value_architecture: str
+    derived: tuple[str, ...] = ()
+    window_key: WindowKey = WindowKey.NONE
+    refused_flags: tuple[str, ...] = ()
+    required_keys: tuple[str, ...] = ()
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Queries, keys and values have biases."""
+        return self._has("self_attention.linear_qkv.bias")
+
+    @property
+    def qk_layernorm(self) -> bool:
+        """Each query and key head is normed before RoPE."""
+        return self._has("self_attention.q_layernorm.weight")
+
+    def _has(self, parameter: str) -> bool:
+        return any(rule.megatron.endswith(parameter) for rule in self.rules)

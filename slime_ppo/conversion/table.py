@@ -5,12 +5,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.conversion.families.llama import LLAMA
+from slime_ppo.conversion.families import FAMILIES
 from slime_ppo.conversion.mapping import ModelFamily, Rule
 from slime_ppo.errors import ConversionError
 
 Head = Literal["language_model", "value"]
-FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLAMA,)}
 
 
 class ConversionTable:
@@ -19,6 +18,7 @@ class ConversionTable:
     def __init__(self, shape: ModelShape, head: Head) -> None:
         self.family = FAMILIES[shape.model_type]
         self.rules = _expand(self.family, shape, head)
+        self._derived = {name.format(layer=layer) for name in self.family.derived for layer in range(shape.num_layers)}
         self.shape = shape
         self.head = head
 
@@ -37,7 +37,7 @@ class ConversionTable:
         found = set(present)
         needed = {name for rule in self.rules.values() for name in rule.hf}
         missing = sorted(needed - found - optional)
-        unused = sorted(found - needed - optional)
+        unused = sorted(found - needed - optional - self._derived)
         if missing or unused:
             raise ConversionError(
                 f"{source} does not fit the {self.shape.model_type} table: "

@@ -14,7 +14,8 @@ LAYERS = (
     ("errors", "registry", "log"),
     ("parallel",),
     ("ppo_utils",),
-    ("types", "config"),
+    # the families' declarations: plain data, from which the config reads shapes too
+    ("types", "config", "conversion.mapping", "conversion.families"),
     ("data", "rewards", "conversion", "tracking"),
     ("rollout", "weight_sync"),
     ("backends",),
@@ -54,15 +55,21 @@ def _parsed(path: Path) -> list[str]:
 
 def _layer(path: str) -> int | None:
     """Layer of a module by its path in the package; None for the package's own __init__."""
-    top = path.split("/")[0].removesuffix(".py")
-    return None if top == "__init__" else RANK_OF[top]
+    name = path.removesuffix(".py").replace("/", ".")
+    return None if name == "__init__" else _rank(name)
+
+
+def _rank(name: str) -> int:
+    """Layer of a module by its dotted name in the package: that of its first two parts where they have one of their own."""
+    parts = name.split(".")
+    return RANK_OF.get(".".join(parts[:2]), RANK_OF[parts[0]])
 
 
 def _upward(path: str, imports: list[str]) -> list[str]:
     """Imports of our own modules from a higher layer than that of `path`."""
     own = _layer(path)
-    tops = [name.split(".")[1] for name in imports if name.startswith("slime_ppo.")]
-    return [top for top in tops if own is None or RANK_OF[top] > own]
+    names = [name.removeprefix("slime_ppo.") for name in imports if name.startswith("slime_ppo.")]
+    return [name.split(".")[0] for name in names if own is None or _rank(name) > own]
 
 
 @pytest.mark.parametrize("path", _modules())
@@ -81,6 +88,8 @@ def test_layers_a_wrong_import_is_found() -> None:
     source = "def f():\n    from slime_ppo.trainer import PpoTrainer\n    import ray\n    from slime_ppo import errors\n"
     imports = list(_imports(ast.parse(source)))
     assert _upward("config/cli.py", imports) == ["trainer"]
+    assert _upward("config/cli.py", ["slime_ppo.conversion.table.Head", "slime_ppo.conversion.families.FAMILIES"]) == ["conversion"]
+    assert _upward("conversion/families/llama.py", ["slime_ppo.conversion.table.Head"]) == ["conversion"]
     assert _upward("errors.py", ["slime_ppo.types.sample.Sample"]) == ["types"]
     assert "ray" in {name.split(".")[0] for name in imports} and not FRAMEWORKS["ray"]("trainer.py")
 

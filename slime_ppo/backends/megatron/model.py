@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime_ppo.backends.megatron.rope import llama3_frequencies
 from slime_ppo.backends.megatron.spec import transformer_block_spec
 from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
 from slime_ppo.conversion.mapping import Rule, Split
@@ -18,7 +19,7 @@ from slime_ppo.parallel.layout import ParallelLayout
 
 
 def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config of a Llama-shaped model. No dropout: old, current and reference log-probs must be comparable."""
+    """Megatron's config of the model. No dropout: old, current and reference log-probs must be comparable."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -31,6 +32,8 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -93,6 +96,8 @@ def build_model(shape: ModelShape, config: TransformerConfig, *, head: Head, mak
         # a critic has no second use of its embedding
         share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "language_model",
     )
+    if shape.rope_scaling is not None:  # before the first forward, whose result the module caches
+        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     if head == "value":
         model.output_layer = ValueHead(config)
     return model
@@ -107,21 +112,24 @@ def first_layer(model: GPTModel) -> int:
 def load_hf_weights(model: GPTModel, table: ConversionTable, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
     """Fill this rank's shards from the HF tensors. A missing value head stays as it was built: zeros.
 
-    Raises ConversionError that lists every missing, unused or mis-shaped tensor.
+    Raises ConversionError that lists every missing, unused or mis-shaped tensor, or says that a tied output layer is not.
     """
     is_critic = isinstance(model.output_layer, ValueHead)
+    output_names, head_names = table.family.output_layer.hf, table.family.value_head.hf
     optional: frozenset[str] = frozenset()
     if is_critic:  # its trunk may come from a policy's folder, or from one that brings a head
-        optional = frozenset({"lm_head.weight", "score.weight"})
+        optional = frozenset((*output_names, *head_names))
     elif model.share_embeddings_and_output_weights:  # some folders store the tied output layer again
-        optional = frozenset({"lm_head.weight"})
+        optional = frozenset(output_names)
     table.check_hf_names(weights, source=source, optional=optional)
+    if not is_critic and optional:
+        _check_tied(table, weights, source)
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     wrong: list[str] = []
     for name, parameter in model.named_parameters():
         rule = table.rule(name, first_layer(model))
-        if is_critic and rule.hf == ("score.weight",) and "score.weight" not in weights:
+        if is_critic and rule.hf == head_names and not weights.keys() >= set(head_names):
             continue
         parts = [weights[hf] for hf in rule.hf]
         misshapen = _misshapen(rule, parts, parameter, table.shape, tp_size)
@@ -139,6 +147,17 @@ def load_hf_weights(model: GPTModel, table: ConversionTable, weights: Mapping[st
         parameter.copy_(local)
     if wrong:
         raise ConversionError(f"{source} does not have the shapes of its config.json: " + "; ".join(wrong))
+
+
+def _check_tied(table: ConversionTable, weights: Mapping[str, torch.Tensor], source: str) -> None:
+    """An output layer that is stored beside the embedding it is tied to must equal it: transformers would untie the two."""
+    (output,) = table.family.output_layer.hf
+    (embedding,) = table.rule("embedding.word_embeddings.weight", 0).hf
+    if output in weights and not torch.equal(weights[output], weights[embedding]):
+        raise ConversionError(
+            f"{source}: config.json has tie_word_embeddings true, but {output} differs from {embedding}. Set "
+            "tie_word_embeddings to false, or save the model again"
+        )
 
 
 def _misshapen(rule: Rule, parts: Sequence[torch.Tensor], parameter: torch.Tensor, shape: ModelShape, tp_size: int) -> list[str]:

@@ -235,7 +235,10 @@ def advantage_stats(case: Case, batch: RolloutBatch) -> dict[str, float]:
 
 def logits(case: Case, batch: RolloutBatch) -> np.ndarray:
     """Logits [N, V] at the positions that predict the response tokens, the padding of the vocabulary cut off."""
-    actor, _ = _start(case)
+    return _logits(_start(case)[0], batch)
+
+
+def _logits(actor: ActorRole, batch: RolloutBatch) -> np.ndarray:
     micro_batches = actor.micro_batches(batch, np.arange(batch.num_samples))
 
     def whole(micro_batch: MicroBatch, own: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -243,6 +246,18 @@ def logits(case: Case, batch: RolloutBatch) -> np.ndarray:
 
     part = actor.columns(micro_batches, whole)
     return part.columns["logits"][:, : actor.shape.vocab_size]
+
+
+def logits_values_and_export(case: Case, batch: RolloutBatch, bucket_bytes: int) -> tuple[np.ndarray, np.ndarray, Tensors]:
+    """(`logits`, the critic's values [N] at the same positions, the actor's exported tensors)."""
+    actor, critic = _start(case)
+    micro_batches = critic.micro_batches(batch, np.arange(batch.num_samples))
+    values = critic.columns(micro_batches, lambda one, out: {"values": out.reshape(-1)[one.positions]}).columns["values"]
+    exporter = _exporter(actor)
+    exported: Tensors = {}
+    for bucket in plan_buckets(exporter.specs, bucket_bytes):
+        exported |= {name: tensor.numpy() for name, tensor in exporter.gather(bucket).items()}
+    return _logits(actor, batch), values, exported
 
 
 def export(case: Case, bucket_bytes: int) -> tuple[list[Tensors], list[str]]:

@@ -216,6 +216,16 @@ def test_check_model_shape_refuses_samples_beyond_the_positions(tmp_path: Path) 
         check_model_shape(make_config(data__rollout_max_prompt_len=113), shape)
 
 
+def test_check_model_shape_allows_an_attention_window_that_no_sample_outgrows(tmp_path: Path) -> None:
+    shape = replace(_shape(tmp_path), attention_window=64)
+    check_model_shape(make_config(data__rollout_max_prompt_len=48), shape)
+    with pytest.raises(
+        ConfigError,
+        match=r"prompt-len 49 \+ --rollout-max-response-len 16 = 65 tokens, .* 64 tokens in its sliding_window, .* by 1 or",
+    ):
+        check_model_shape(make_config(data__rollout_max_prompt_len=49), shape)
+
+
 def test_check_model_shape_counts_held_out_responses_only_when_evaluating(tmp_path: Path) -> None:
     shape = _shape(tmp_path)
     values: dict[str, Value] = {"data__rollout_max_prompt_len": 100, "eval__eval_max_response_len": 29}

@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from slime_ppo.config.fields import Value
 from slime_ppo.config.memory_plan import engine_memory, micro_batch_tokens, num_params, role_memory
 from slime_ppo.config.model_shape import ModelShape
 from tests.helpers.configs import make_config, write_model_folder
+from tests.helpers.tiny_family import make_tiny_family
 
 # the quickstart model's published count is 852,608 with an FFN of 341; padding it to 352 adds 4 layers x 3 matrices x 128 x 11
 GLASS_PARAMS = 852_608 + 4 * 3 * 128 * 11
@@ -32,6 +34,24 @@ def test_num_params_untied_adds_a_head_and_a_critic_has_a_vector_instead(shape: 
 def test_num_params_under_tensor_parallelism_splits_all_but_the_norms(shape: ModelShape) -> None:
     norms = 9 * 128
     assert num_params(shape, tp_size=2, divisible_by=128, value_head=False) == (GLASS_PARAMS - norms) // 2 + norms
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_num_params_of_every_family_is_that_of_transformers(tmp_path: Path, *, family: str, tie: bool) -> None:
+    folder = make_tiny_family(tmp_path, family, tie=tie, seed=0)
+    expected = sum(array.size for array in load_file(folder / "model.safetensors").values())
+    assert num_params(ModelShape.from_hf_folder(folder), tp_size=1, divisible_by=1, value_head=False) == expected
+
+
+def test_num_params_of_biases_and_head_norms_under_tensor_parallelism(shape: ModelShape) -> None:
+    """Biases of 128 queries, 64 keys and 64 values are split; two norms of 32 are not."""
+
+    def count(**changes: bool) -> int:
+        return num_params(replace(shape, **changes), tp_size=2, divisible_by=128, value_head=False)
+
+    assert count(qkv_bias=True) - count() == 4 * (128 + 64 + 64) // 2
+    assert count(qk_layernorm=True) - count() == 4 * 2 * 32
 
 
 def test_micro_batch_tokens_are_limited_by_samples_of_the_rank_or_by_tokens() -> None:

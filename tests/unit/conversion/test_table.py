@@ -1,4 +1,4 @@
-"""The Llama table on a shape of two layers: names both ways, and errors that list everything."""
+"""The families' tables on a shape of two layers: names both ways, and errors that list everything."""
 
 from pathlib import Path
 
@@ -6,9 +6,11 @@ import pytest
 from safetensors import safe_open
 
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.conversion.families import FAMILIES
 from slime_ppo.conversion.mapping import Split
 from slime_ppo.conversion.table import ConversionTable, Head
 from slime_ppo.errors import ConversionError
+from tests.helpers.tiny_family import TINY_FAMILIES, make_tiny_family
 from tests.helpers.tiny_llama import make_tiny_llama
 
 
@@ -60,3 +62,26 @@ def test_check_hf_names_lists_all_missing_and_all_unused_at_once(tmp_path: Path)
     assert str(caught.value) == (
         "/models/x does not fit the llama table: missing: model.embed_tokens.weight, model.norm.weight; not used: a.bias, b.bias"
     )
+
+
+def test_check_hf_names_passes_over_frequencies_that_old_folders_store(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, layers=2)
+    table = ConversionTable(ModelShape.from_hf_folder(folder), "language_model")
+    stored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in (0, 1)}
+    table.check_hf_names(_names(folder) | stored, source="here")
+    with pytest.raises(ConversionError, match=r"not used: model.layers.2.self_attn.rotary_emb.inv_freq$"):
+        table.check_hf_names(_names(folder) | {"model.layers.2.self_attn.rotary_emb.inv_freq"}, source="here")
+
+
+@pytest.mark.parametrize("head", ["language_model", "value"])
+@pytest.mark.parametrize("family", list(TINY_FAMILIES))
+def test_table_of_every_family_names_exactly_the_tensors_of_transformers(tmp_path: Path, *, family: str, head: Head) -> None:
+    folder = make_tiny_family(tmp_path, family, tie=False, seed=0)
+    table = ConversionTable(ModelShape.from_hf_folder(folder), head)
+    used = sorted(name for rule in table.rules.values() for name in rule.hf)
+    assert used == sorted(_names(folder) if head == "language_model" else _names(folder) - {"lm_head.weight"} | {"score.weight"})
+
+
+def test_families_are_found_by_their_files() -> None:
+    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3"]
+    assert {family.model_type for family in FAMILIES.values()} == {model_type for model_type, _ in TINY_FAMILIES.values()}
