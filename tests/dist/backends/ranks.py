@@ -239,10 +239,11 @@ def logits(case: Case, batch: RolloutBatch) -> np.ndarray:
     micro_batches = actor.micro_batches(batch, np.arange(batch.num_samples))
 
     def whole(micro_batch: MicroBatch, own: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": gather_from_tensor_model_parallel_region(own[micro_batch.positions])}
+        found = gather_from_tensor_model_parallel_region(own[micro_batch.positions])
+        return {str(token): found[:, token] for token in range(actor.shape.vocab_size)}
 
     part = actor.columns(micro_batches, whole)
-    return part.columns["logits"][:, : actor.shape.vocab_size]
+    return np.stack([part.columns[str(token)] for token in range(actor.shape.vocab_size)], 1)
 
 
 def export(case: Case, bucket_bytes: int) -> tuple[list[Tensors], list[str]]:
