@@ -123,7 +123,8 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),     [
+    ("name", "layout"),
+    [
         ("tied", "tp2"),
         ("untied", "tp2_dp2"),
         ("support", "one_rank_single"),
@@ -204,6 +205,14 @@ def test_iteration_case_of_rejection_rejects_weighs_and_skips(
     assert report.actor.steps[0]["denominator_tokens"] == batch.trainable_tokens[make_plan().steps[0].rows].sum()
     assert report.actor.steps[0]["denominator_trajectories"] == 2
     assert sum(step["pg_clipfrac"] for step in report.actor.steps[:2]) > 0
+
+
+def test_layout_rank_numbers_are_those_of_megatron(megatron_pool: RankPool) -> None:
+    layout = ParallelLayout(num_ranks=8, tp_size=2, cp_size=2)
+    found = megatron_pool.run(f"{RANKS}:parallel_ranks", world=8, layout=layout)
+    for numbers in found:
+        assert {name: own for name, (own, _) in numbers.items()} == {name: other for name, (_, other) in numbers.items()}
+    assert len({tuple(numbers[name][0] for name in ("tp_rank", "cp_rank", "dp_rank")) for numbers in found}) == 8
 
 
 def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:
