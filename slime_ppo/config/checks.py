@@ -11,14 +11,13 @@ from slime_ppo.config.algorithm_checks import check_algorithm
 from slime_ppo.config.checked import Checked, cite_restrictions
 from slime_ppo.config.fields import shown
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.config.roles import RoleName
+from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import OPTION_BY_KEY, Config
 from slime_ppo.config.unused import unused_options
 from slime_ppo.errors import ConfigError
 
 _ONE_ONLY = (
     "parallel.pipeline_model_parallel_size",
-    "parallel.context_parallel_size",
     "parallel.expert_model_parallel_size",
 )
 
@@ -149,18 +148,11 @@ def _check_layout(checked: Checked) -> None:
     parallel = checked.config.parallel
     for key in _ONE_ONLY:
         if checked.values[key] != 1:
-            raise ConfigError(f"{checked.cite(key)}: not in this version, which has tensor and data parallelism. Use 1")
+            raise ConfigError(f"{checked.cite(key)}: not in this version, which has tensor, context and data parallelism. Use 1")
     for role in checked.config.roles:
         settings = checked.config.role(role)
-        if settings.num_ranks % settings.tp_size:
-            flag = "--critic-" if role == "critic" else "--actor-"
-            tp_flag = "--critic-tensor-model-parallel-size" if role == "critic" else "--tensor-model-parallel-size"
-            raise ConfigError(
-                f"the {role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
-                f"{settings.num_ranks_per_node}), which {tp_flag} {settings.tp_size} does not divide. Use "
-                f"{' or '.join(str(size) for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size)}, or "
-                f"{-(-settings.num_ranks // settings.tp_size) * settings.tp_size} ranks"
-            )
+        if settings.num_ranks % (settings.tp_size * settings.cp_size):
+            raise ConfigError(_uneven_ranks(settings))
     widest = max(checked.config.role(role).tp_size for role in checked.config.roles)
     if parallel.sequence_parallel is False and widest > 1:
         raise ConfigError(
@@ -172,6 +164,21 @@ def _check_layout(checked: Checked) -> None:
             f"{checked.cite('parallel.sequence_parallel')} with tensor-parallel size 1 in every role: there is nothing to split. "
             "Leave it out, or raise --tensor-model-parallel-size"
         )
+
+
+def _uneven_ranks(settings: RoleSettings) -> str:
+    """Why the role's ranks cannot be split into its tensor- and context-parallel groups, and what would do."""
+    prefix, flag = ("--critic-", "--critic-") if settings.role == "critic" else ("--", "--actor-")
+    needed = settings.tp_size * settings.cp_size
+    sizes = f"{prefix}tensor-model-parallel-size {settings.tp_size}"
+    if settings.cp_size > 1:
+        sizes += f" x {prefix}context-parallel-size {settings.cp_size} = {needed}"
+    works = [size for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size]
+    return (
+        f"the {settings.role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
+        f"{settings.num_ranks_per_node}), which {sizes} does not divide. Use {' or '.join(map(str, works))}, or "
+        f"{-(-settings.num_ranks // needed) * needed} ranks"
+    )
 
 
 def _check_batch(checked: Checked) -> None:
@@ -196,8 +203,14 @@ def _check_batch(checked: Checked) -> None:
         if batch % dp_size:
             raise ConfigError(
                 f"{checked.cite('batch.global_batch_size')} is not a multiple of the {dp_size} data-parallel ranks of the {role} "
-                f"({config.role(role).num_ranks} ranks / tensor-parallel size {config.role(role).tp_size}). {fix}"
+                f"({_shared_ranks(config.role(role))}). {fix}"
             )
+
+
+def _shared_ranks(settings: RoleSettings) -> str:
+    """The division that makes the data-parallel size."""
+    context = f" / context-parallel size {settings.cp_size}" if settings.cp_size > 1 else ""
+    return f"{settings.num_ranks} ranks / tensor-parallel size {settings.tp_size}{context}"
 
 
 def _check_micro_batch(checked: Checked) -> None:

@@ -54,6 +54,14 @@ class CriticConfig:
         default_text="same as --tensor-model-parallel-size",
         at_least=1,
     )
+    context_parallel_size: int | None = option(
+        None,
+        flag="--critic-context-parallel-size",
+        help="ranks that share the tokens of each sample",
+        unit="ranks",
+        default_text="same as --context-parallel-size",
+        at_least=1,
+    )
     clip_grad: float | None = option(
         None, flag="--critic-clip-grad", help="largest gradient norm; 0 = off", default_text="same as --clip-grad", at_least=0
     )

@@ -4,6 +4,7 @@ from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
 from slime_ppo.config.memory_plan import engine_memory, role_memory
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.roles import RoleSettings
 from slime_ppo.config.root import Config
 
 _MEMORY_COLUMNS = ("params", "grads", "optimizer", "activations", "logits", "total", "host copies")
@@ -34,10 +35,7 @@ def bundle_tenants(config: Config) -> list[tuple[str, ...]]:
 def placement_text(config: Config) -> str:
     """A line per bundle."""
     roles = [config.role(role) for role in config.roles]
-    head = [
-        f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = TP {one.tp_size} x DP {one.dp_size}"
-        for one in roles
-    ]
+    head = [f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = {_sizes(one)}" for one in roles]
     device = (
         "1 CPU + 1 GPU"
         if config.cluster.device == "cuda"
@@ -47,6 +45,12 @@ def placement_text(config: Config) -> str:
     )
     lines = [f"bundle {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
     return "\n".join(head + lines) + "\n"
+
+
+def _sizes(role: RoleSettings) -> str:
+    """The factors of a role's ranks, in Megatron's rank order."""
+    context = f" x CP {role.cp_size}" if role.cp_size > 1 else ""
+    return f"TP {role.tp_size}{context} x DP {role.dp_size}"
 
 
 def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelShape) -> str:

@@ -45,9 +45,14 @@ def num_params(shape: ModelShape, *, tp_size: int, divisible_by: int, value_head
 
 
 def micro_batch_tokens(config: Config, role: RoleName) -> tuple[int, int]:
-    """Tokens and response tokens of the largest micro-batch of a rank, all samples at their longest."""
-    longest, response = config.max_sample_tokens, config.rollout.rollout_max_response_len
-    per_rank = config.batch.global_batch_size // config.role(role).dp_size
+    """Tokens and response tokens of the largest micro-batch of a rank, all samples at their longest.
+
+    Under context parallelism a rank holds two of 2 cp chunks of each sample, and at most as many response tokens.
+    """
+    settings = config.role(role)
+    longest = config.max_sample_tokens if settings.cp_size == 1 else 2 * -(-config.max_sample_tokens // (2 * settings.cp_size))
+    response = min(config.rollout.rollout_max_response_len, longest)
+    per_rank = config.batch.global_batch_size // settings.dp_size
     if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is not None:
         samples = min(max(config.batch.max_tokens_per_gpu // longest, 1), per_rank)
     else:
@@ -59,7 +64,7 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
     """The estimate of one rank of a role.
 
     Gradients are float32. The distributed optimizer splits two moments (and float32 main parameters beside bfloat16 ones)
-    over data-parallel ranks. Logits are made at response positions only, with their gradient; a fused head holds
+    over data- and context-parallel ranks. Logits are made at response positions only, with their gradient; a fused head holds
     blocks of them, which are not counted. On the host: with a KL to the
     reference its weights and room for the actor's own while they are swapped (actor), and with offload whatever the role
     keeps while asleep.
@@ -69,7 +74,7 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
         shape, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by, value_head=value_head
     )
     width = _BYTES[config.model.dtype]
-    optimizer = count * (2 * _FP32 + (0 if width == _FP32 else _FP32)) // settings.dp_size
+    optimizer = count * (2 * _FP32 + (0 if width == _FP32 else _FP32)) // (settings.dp_size * settings.cp_size)
     tokens, response_tokens = micro_batch_tokens(config, role)
     vocab = padded_vocab_size(shape.vocab_size, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by)
     reference = 2 * count * width if config.ppo.needs_reference and not value_head else 0

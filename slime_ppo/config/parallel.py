@@ -7,7 +7,7 @@ from slime_ppo.config.fields import option
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """World size = nodes x ranks per node = tensor parallel x data parallel."""
+    """World size = nodes x ranks per node = tensor parallel x context parallel x data parallel."""
 
     actor_num_nodes: int = option(
         1, help="ranks = nodes x ranks per node; Ray packs them on as few nodes as fit", unit="nodes", at_least=1
@@ -22,7 +22,7 @@ class ParallelConfig:
         default_text="on where tensor parallelism is above 1",
     )
     pipeline_model_parallel_size: int = option(1, help="pipeline stages; only 1 in this version", unit="ranks", at_least=1)
-    context_parallel_size: int = option(1, help="ranks that share each sequence; only 1 in this version", unit="ranks", at_least=1)
+    context_parallel_size: int = option(1, help="ranks that share the tokens of each sample", unit="ranks", at_least=1)
     expert_model_parallel_size: int = option(
         1, help="ranks that share the experts; only 1 in this version", unit="ranks", at_least=1
     )

@@ -9,7 +9,7 @@ ROLE_NAMES: tuple[RoleName, ...] = ("actor", "critic")
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """One role: `num_ranks` = `tp_size` x `dp_size`; LR counts are optimizer steps of this role."""
+    """One role: `num_ranks` = `tp_size` x `cp_size` x `dp_size`; LR counts are optimizer steps of this role."""
 
     role: RoleName
     hf_folder: str
@@ -17,6 +17,7 @@ class RoleSettings:
     num_nodes: int
     num_ranks_per_node: int
     tp_size: int
+    cp_size: int
     lr: float
     min_lr: float
     lr_decay_style: Literal["constant", "linear", "cosine"]
@@ -36,4 +37,4 @@ class RoleSettings:
     @property
     def dp_size(self) -> int:
         """Data-parallel size; `check_config` has made sure that it is whole."""
-        return self.num_ranks // self.tp_size
+        return self.num_ranks // (self.tp_size * self.cp_size)

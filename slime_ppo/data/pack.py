@@ -1,8 +1,14 @@
 """RolloutBatch rows -> MicroBatch: packing on the rank that trains them."""
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from slime_ppo.parallel.cp_map import CpMap
+from slime_ppo.ppo_utils.cp_ops import ContextShard
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import RolloutBatch
 
@@ -28,7 +34,65 @@ def pack_micro_batch(batch: RolloutBatch, rows: np.ndarray, *, multiple: int, de
         max_seqlen=int(lens.max()),
         positions=torch.as_tensor(_ranges(first, chosen.response_lens), device=device),
         last_positions=torch.as_tensor(first + chosen.response_lens, device=device),
+        last_rows=torch.arange(len(rows), device=device),
     )
+
+
+@dataclass(frozen=True)
+class ContextRank:
+    """Which of the `size` context-parallel ranks this is; `group` (None in tests of one process) are all of them."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+
+def pack_context_share(
+    batch: RolloutBatch, rows: np.ndarray, *, multiple: int, device: torch.device, context: ContextRank
+) -> MicroBatch:
+    """This context-parallel rank's share of the samples at `rows` (may be empty), split by the zigzag of CpMap.
+
+    Each sample is padded at its end to a multiple of twice `context.size`. The share divides by `multiple`: where the samples'
+    does not, a sequence of padding follows them, because padding within a sample would move its chunks. No collective.
+    """
+    chosen = batch.select(rows)
+    cp_map = CpMap(context.size, chosen.prompt_lens, chosen.response_lens)
+    padding = _padding_sequence(cp_map, multiple)
+    tokens = np.concatenate(
+        (_padded(chosen, cp_map)[cp_map.token_index(context.rank)], np.zeros(padding // context.size, np.int64))
+    )
+    lens = np.append(cp_map.padded_lens, padding) if padding else cp_map.padded_lens
+    last = cp_map.last_positions(context.rank)
+    return MicroBatch(
+        rows=np.asarray(rows, np.int64),
+        batch=chosen,
+        tokens=torch.as_tensor(tokens, dtype=torch.long, device=device),
+        cu_seqlens=torch.as_tensor(np.concatenate(([0], np.cumsum(lens))), dtype=torch.int32, device=device),
+        max_seqlen=int(lens.max()),
+        positions=torch.as_tensor(cp_map.local_positions(context.rank), device=device),
+        last_positions=torch.as_tensor(last.places, device=device),
+        last_rows=torch.as_tensor(last.rows, device=device),
+        context=ContextShard.of_rank(cp_map, context.rank, group=context.group, device=device),
+    )
+
+
+def _padding_sequence(cp_map: CpMap, multiple: int) -> int:
+    """Length of the sequence of padding behind the samples, over all ranks; at least one chunk each where there is no sample.
+
+    Shares are even, as a rank holds two chunks of every sequence, so that two more tokens at a time reach any multiple.
+    """
+    pairs = int(cp_map.padded_lens.sum()) // (2 * cp_map.cp_size)
+    unit = multiple // math.gcd(multiple, 2)
+    missing = -pairs % unit if pairs else unit
+    return missing * 2 * cp_map.cp_size
+
+
+def _padded(batch: RolloutBatch, cp_map: CpMap) -> np.ndarray:
+    """Prompt, response and zeros of each sample in turn, int64 [sum of padded_lens]."""
+    first = np.cumsum(cp_map.padded_lens) - cp_map.padded_lens
+    tokens = np.zeros(int(cp_map.padded_lens.sum()), np.int64)
+    tokens[_ranges(first, batch.total_lens)] = _interleave(batch)
+    return tokens
 
 
 def _interleave(batch: RolloutBatch) -> np.ndarray:

@@ -18,7 +18,7 @@ from slime_ppo.parallel.worker_settings import (
 def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
     """One entry per rank of the role."""
     one = config.role(role)
-    layout = ParallelLayout(num_ranks=one.num_ranks, tp_size=one.tp_size)
+    layout = ParallelLayout(num_ranks=one.num_ranks, tp_size=one.tp_size, cp_size=one.cp_size)
     keeps_reference = role == "actor" and config.ppo.needs_reference
     model = ModelSettings(
         # a rank's current directory is another one than the driver's on a joined cluster

@@ -7,7 +7,7 @@ import torch
 
 from slime_ppo.backends.megatron.actor_loss import ActorLoss, kl_side, present
 from slime_ppo.backends.megatron.advantages import with_advantages
-from slime_ppo.backends.megatron.collectives import sum_over_data_parallel
+from slime_ppo.backends.megatron.collectives import sum_numbers, token_parallel_group
 from slime_ppo.backends.megatron.correction import add_mismatch, add_reference_kl, correction_columns, trajectories_of
 from slime_ppo.backends.megatron.lm_head import LmHead, fuse_output_layer
 from slime_ppo.backends.megatron.role import (
@@ -87,7 +87,7 @@ class ActorRole(MegatronRole):
             return self._step(batch, step, lr=lr, stats=stats, may_stop=step is not first)
 
         results = run_steps(plan, batch, learning_rates, run)
-        return results if self.reports else [Stats() for _ in results]
+        return results if self.reports_tokens else [Stats() for _ in results]
 
     def _old_columns(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> ColumnPart:
         if not self._correction.use_rollout_log_probs:
@@ -137,7 +137,8 @@ class ActorRole(MegatronRole):
         denominator.report(stats)
         limit = self._ppo.kl_early_stop
         if limit is not None and may_stop:
-            moved, count = sum_over_data_parallel([stats.sums["ppo_kl"], stats.counts["ppo_kl"]], self.device)
+            own = [stats.sums["ppo_kl"], stats.counts["ppo_kl"]]
+            moved, count = sum_numbers(own, self.device, token_parallel_group())
             if moved / count > limit:
                 stats.add_value("skipped", 1.0)
                 stats.add_value("early_stopped", 1.0)

@@ -38,9 +38,10 @@ class ActorLoss:
     def __call__(self, micro_batch: MicroBatch, found: SupportLogProbs, denominator: Denominator, stats: Stats) -> torch.Tensor:
         """This micro-batch's share of the step's loss, with gradient through `found`; what it saw goes to `stats`.
 
-        `denominator` is that of the step, seen by these samples. No collective.
+        `denominator` is that of the step, seen by these samples. A loss with a ratio per sequence (gspo) is collective over
+        context-parallel ranks, forward and backward; the others are not.
         """
-        mask, lens = micro_batch.column("loss_mask"), micro_batch.column("response_lens")
+        mask, lens = micro_batch.column("loss_mask"), micro_batch.lens
         old, entropy = micro_batch.column("old_log_probs"), present(found.entropy)
         policy_share = self._policy_share(micro_batch, found.log_probs, denominator, stats)
         entropy_share = loss_sum(entropy, mask, lens, denominator)
@@ -60,9 +61,10 @@ class ActorLoss:
     def _policy_share(
         self, micro_batch: MicroBatch, log_probs: torch.Tensor, denominator: Denominator, stats: Stats
     ) -> torch.Tensor:
-        kept, lens = micro_batch.column("kept_mask"), micro_batch.column("response_lens")
+        kept, lens = micro_batch.column("kept_mask"), micro_batch.lens
         old, advantages = micro_batch.column("old_log_probs"), micro_batch.column("advantages")
-        policy = self.policy_loss(PolicyInputs(log_probs, old, advantages, kept, lens), self.clip)
+        cp_group = None if micro_batch.context is None else micro_batch.context.group
+        policy = self.policy_loss(PolicyInputs(log_probs, old, advantages, kept, lens, cp_group=cp_group), self.clip)
         # after clipping: a weight inside the ratio would move the clip's bounds
         weighted = micro_batch.batch.rollout_weights is not None
         losses = policy.loss * micro_batch.column("rollout_weights") if weighted else policy.loss

@@ -1,4 +1,8 @@
-"""Small reductions over the data-parallel ranks of a role."""
+"""The groups of a role's ranks, and small reductions over them.
+
+A pass without gradients ends with whole samples: what is made of its columns is shared out over the data-parallel ranks, and the
+same on all context-parallel ranks. A training step sees tokens: each is on one rank of data x context parallel.
+"""
 
 from typing import Any, TypeVar
 
@@ -10,20 +14,31 @@ Shared = TypeVar("Shared")
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:
-    """Ranks that hold different samples (and, under context parallelism, different tokens); None when there is one."""
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group if group.size() > 1 else None
+    """Ranks that hold different samples; None when there is one."""
+    return _unless_alone(parallel_state.get_data_parallel_group())
+
+
+def token_parallel_group() -> dist.ProcessGroup | None:
+    """Ranks that hold different tokens, data x context parallel; None when there is one."""
+    return _unless_alone(parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def context_parallel_group() -> dist.ProcessGroup | None:
+    """Ranks that hold different tokens of the same samples; None when there is one."""
+    return _unless_alone(parallel_state.get_context_parallel_group())
 
 
 def tensor_parallel_group() -> dist.ProcessGroup | None:
     """Ranks that hold shards of the same vocabulary; None when there is one."""
-    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return _unless_alone(parallel_state.get_tensor_model_parallel_group())
+
+
+def _unless_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def gather_over_data_parallel(value: Shared) -> list[Shared]:
-    """The small object of every data-parallel rank, in rank order. Collective."""
-    group = data_parallel_group()
+def gather_objects(value: Shared, group: dist.ProcessGroup | None) -> list[Shared]:
+    """The small object of every rank of the group, in rank order. Collective."""
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size()
@@ -31,9 +46,8 @@ def gather_over_data_parallel(value: Shared) -> list[Shared]:
     return values
 
 
-def sum_over_data_parallel(values: list[float], device: torch.device) -> list[float]:
-    """Element-wise float64 sums. Collective."""
-    group = data_parallel_group()
+def sum_numbers(values: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """Element-wise float64 sums over the group. Collective."""
     if group is None:
         return values
     total = torch.tensor(values, dtype=torch.float64, device=device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from slime_ppo.backends.megatron.collectives import sum_over_data_parallel
+from slime_ppo.backends.megatron.collectives import data_parallel_group, sum_numbers
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.ppo_utils.off_policy import CorrectionSettings, rollout_correction, rollout_mismatch
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled
@@ -47,7 +47,7 @@ def trajectories_of(batch: RolloutBatch, part: ColumnPart, device: torch.device)
     if "rejected" in part.columns:
         own = np.zeros(batch.num_samples)
         own[part.rows] = part.columns["rejected"]
-        taking_part &= np.array(sum_over_data_parallel(own.tolist(), device)) == 0
+        taking_part &= np.array(sum_numbers(own.tolist(), device, data_parallel_group())) == 0
     rows = np.flatnonzero(taking_part)
     first = rows[np.unique(batch.trajectory_ids[rows], return_index=True)[1]]
     return int(np.isin(part.rows, first).sum())

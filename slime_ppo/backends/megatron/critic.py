@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from slime_ppo.backends.megatron.advantages import with_advantages
-from slime_ppo.backends.megatron.collectives import gather_over_data_parallel
+from slime_ppo.backends.megatron.collectives import data_parallel_group, gather_objects
 from slime_ppo.backends.megatron.role import (
     MegatronRole,
     StepDenominator,
@@ -61,13 +61,13 @@ class CriticRole(MegatronRole):
             return False
 
         results = run_steps(plan, batch, learning_rates, run)
-        return results if self.reports else [Stats() for _ in results]
+        return results if self.reports_tokens else [Stats() for _ in results]
 
     def _value_head(self, micro_batch: MicroBatch, output: torch.Tensor) -> dict[str, torch.Tensor]:
         values = output.float().reshape(-1)
         columns = {"values": values.index_select(0, micro_batch.positions)}
         if self._ppo.truncation_policy == "bootstrap":
-            columns["bootstrap_values"] = values.index_select(0, micro_batch.last_positions)
+            columns["bootstrap_values"] = micro_batch.at_last_positions(values)
         return columns
 
     def _step(self, batch: RolloutBatch, step: Step, lr: float, stats: Stats) -> None:
@@ -82,7 +82,7 @@ class CriticRole(MegatronRole):
                 kept,
                 value_clip=self._ppo.value_clip,
             )
-            share = loss_sum(found.loss, kept, micro_batch.column("response_lens"), denominator.seen_by(micro_batch))
+            share = loss_sum(found.loss, kept, micro_batch.lens, denominator.seen_by(micro_batch))
             stats.add_total("value_loss", share.item())
             add_token_means(stats, kept, {"value_clipfrac": found.clipped})
             return share
@@ -97,6 +97,6 @@ class CriticRole(MegatronRole):
 def _merged_over_ranks(own: ExplainedVariance) -> ExplainedVariance:
     """The statistics of all data-parallel ranks, merged in rank order. Collective."""
     merged = ExplainedVariance()
-    for part in gather_over_data_parallel(own):
+    for part in gather_objects(own, data_parallel_group()):
         merged = merged.merge(part)
     return merged

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from slime_ppo.types.micro_batch import MicroBatch
-from slime_ppo.types.rollout_batch import ColumnPart
+from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart
 
 # both get the output of the last stage over the whole pack [T, ...] and look at the micro-batch's positions themselves
 Head = Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]]
@@ -18,7 +18,8 @@ Loss = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
     """A pass without gradients. `head` turns the model's output into named columns; they come back as numpy arrays in
-    the order of the micro-batches' rows. All ranks of the role call it with equally many micro-batches."""
+    the order of the micro-batches' rows, of whole samples on every context-parallel rank. All ranks of the role call it with
+    equally many micro-batches."""
     collected: list[dict[str, torch.Tensor]] = []
 
     def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
@@ -27,7 +28,8 @@ def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[M
 
         def collect(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
             flat = output[0]
-            collected.append({name: column.cpu() for name, column in head(micro_batch, flat).items()})
+            columns = _whole_samples(micro_batch, head(micro_batch, flat))
+            collected.append({name: column.cpu() for name, column in columns.items()})
             return _schedule_result(flat.new_zeros(()))
 
         return output, collect
@@ -39,8 +41,19 @@ def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[M
     return ColumnPart(rows, columns)
 
 
+def _whole_samples(micro_batch: MicroBatch, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The columns with the tokens of the other context-parallel ranks, in one collective, and each per-sample entry from the
+    rank that holds the sample's last position."""
+    if micro_batch.context is None:
+        return own
+    per_sample = [name for name in own if name in COLUMNS and COLUMNS[name].per == "sample"]
+    per_token = [name for name in own if name not in per_sample]
+    columns = dict(zip(per_token, micro_batch.context.gather(*(own[name] for name in per_token)), strict=True))
+    return columns | {name: micro_batch.context.share_last(own[name]) for name in per_sample}
+
+
 def forward_backward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-    """Accumulate the gradient of the sum of `loss` over all micro-batches of all data-parallel ranks.
+    """Accumulate the gradient of the sum of `loss` over all micro-batches of all data- and context-parallel ranks.
 
     `loss` gets the model's output [T, ...] and returns this micro-batch's share of the objective, already divided by the
     step's denominator. An empty micro-batch contributes exactly 0.

@@ -56,6 +56,10 @@ def init_parallel_state(layout: ParallelLayout, seed: int) -> None:
     """Megatron's groups for `layout` within the process group that stands, and its random streams."""
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp_size, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp_size,
+        context_parallel_size=layout.cp_size,
+        create_gloo_process_groups=False,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)

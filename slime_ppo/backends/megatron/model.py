@@ -38,6 +38,7 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=layout.tp_size,
+        context_parallel_size=layout.cp_size,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -74,7 +75,7 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden [t, 1, h] -> values [T, 1, 1] of the whole sequence; the second result stands for Megatron's bias."""
+        """hidden [t, 1, h] -> values [T, 1, 1] of the rank's whole pack; the second result stands for Megatron's bias."""
         values = torch.nn.functional.linear(hidden.float(), self.weight)
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)

@@ -27,7 +27,7 @@ class StepOutcome:
 
 
 def wrap_model(model: GPTModel, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """Float16Module where the parameters are bf16, then DDP whose gradients are sums over data parallel ranks."""
+    """Float16Module where the parameters are bf16, then DDP whose gradients are sums over data- and context-parallel ranks."""
     module: torch.nn.Module = model
     if config.bf16:
         module = Float16Module(config, model)
@@ -45,7 +45,8 @@ def wrap_model(model: GPTModel, config: TransformerConfig) -> list[DistributedDa
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, bf16: bool) -> ChainedOptimizer:
-    """Adam with state sharded over the data-parallel ranks. Weight decay leaves out vectors (norm weights), Megatron's rule."""
+    """Adam with state sharded over the data- and context-parallel ranks. Weight decay leaves out vectors (norm weights), which is
+    Megatron's rule."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,

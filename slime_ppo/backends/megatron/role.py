@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from slime_ppo.backends.megatron.collectives import gather_over_data_parallel
+from slime_ppo.backends.megatron.collectives import context_parallel_group, gather_objects, token_parallel_group
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.memory import Offloader
@@ -25,9 +25,10 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.conversion.hf_io import HfWeights
 from slime_ppo.conversion.table import ConversionTable
 from slime_ppo.conversion.table import Head as HeadKind
-from slime_ppo.data.pack import pack_micro_batch
+from slime_ppo.data.pack import ContextRank, pack_context_share, pack_micro_batch
 from slime_ppo.data.schedule import split_rows
 from slime_ppo.errors import EchoedError, NumericsError
+from slime_ppo.parallel.cp_map import CpMap
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.ppo_utils.aggregate import masked_sum
 from slime_ppo.ppo_utils.denominator import Denominator, make_denominator
@@ -48,7 +49,10 @@ class MegatronRole:
         self.layout = settings.layout
         self.device = init_rank(settings.rank, settings.layout)
         self.dp_rank = settings.layout.dp_rank(settings.rank.rank)
-        self.reports = settings.layout.tp_rank(settings.rank.rank) == 0
+        self.cp_rank = settings.layout.cp_rank(settings.rank.rank)
+        # of a training step every context-parallel rank has seen other tokens; of a pass all have the same whole samples
+        self.reports_tokens = settings.layout.tp_rank(settings.rank.rank) == 0
+        self.reports = self.reports_tokens and self.cp_rank == 0
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.table = ConversionTable(self.shape, head)
@@ -73,22 +77,32 @@ class MegatronRole:
         load_hf_weights(self.model, self.table, HfWeights(folder), source=folder)
 
     def micro_batches(self, batch: RolloutBatch, rows: np.ndarray) -> list[MicroBatch]:
-        """This rank's share of `rows`; every data-parallel rank gets equally many micro-batches."""
+        """This rank's share of `rows`; every data-parallel rank gets equally many micro-batches.
+
+        The token limit is of one rank, which under context parallelism holds its part of each sample.
+        """
+        cp_size = self.layout.cp_size
         shares = split_rows(
             rows,
-            batch.total_lens,
+            CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens // cp_size,
             dp_size=self.layout.dp_size,
             micro_batch_size=self.settings.batch.micro_batch_size,
             max_tokens=self.settings.batch.max_tokens,
         )
-        return [pack_micro_batch(batch, share, multiple=self.layout.tp_size, device=self.device) for share in shares[self.dp_rank]]
+        return [self._packed(batch, share) for share in shares[self.dp_rank]]
+
+    def _packed(self, batch: RolloutBatch, rows: np.ndarray) -> MicroBatch:
+        if self.layout.cp_size == 1:
+            return pack_micro_batch(batch, rows, multiple=self.layout.tp_size, device=self.device)
+        context = ContextRank(self.layout.cp_size, self.cp_rank, context_parallel_group())
+        return pack_context_share(batch, rows, multiple=self.layout.tp_size, device=self.device, context=context)
 
     def columns(self, micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
         """A pass without gradients over this rank's micro-batches. Collective."""
         return forward_columns(self.chunks, micro_batches, head)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Gradients of one optimizer step, reduced over data-parallel ranks. Collective."""
+        """Gradients of one optimizer step, summed over data- and context-parallel ranks. Collective."""
         zero_gradients(self.chunks, self.optimizer)
         forward_backward(self.chunks, micro_batches, loss)
 
@@ -160,17 +174,18 @@ def add_token_means(stats: Stats, mask: torch.Tensor, values: Mapping[str, torch
 
 
 def together(make: Callable[[], Made]) -> Made:
-    """What `make` returns here, once it has returned on every data-parallel rank.
+    """What `make` returns here, once it has returned on every data- and context-parallel rank.
 
     Where it raises, its error goes on; the ranks where it did not raise EchoedError with the same text, so that none waits in
-    the next collective for one that has left. Collective over data-parallel ranks.
+    the next collective for one that has left. Collective over those ranks.
     """
+    group = token_parallel_group()
     try:
         made = make()
     except Exception as error:
-        gather_over_data_parallel(f"{type(error).__name__}: {error}")
+        gather_objects(f"{type(error).__name__}: {error}", group)
         raise
-    failed = [text for text in gather_over_data_parallel("") if text]
+    failed = [text for text in gather_objects("", group) if text]
     if failed:
         raise EchoedError(f"another data-parallel rank has stopped: {failed[0]}")
     return made

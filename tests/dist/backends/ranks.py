@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
 from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
 from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
+from slime_ppo.backends.megatron.init import init_parallel_state  # noqa: E402
 from slime_ppo.backends.megatron.model import first_layer, load_hf_weights  # noqa: E402
 from slime_ppo.backends.megatron.optimizer import StepOutcome  # noqa: E402
 from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
@@ -25,6 +26,7 @@ from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
 from slime_ppo.errors import ConversionError  # noqa: E402
+from slime_ppo.parallel.layout import ParallelLayout  # noqa: E402
 from slime_ppo.types.micro_batch import MicroBatch  # noqa: E402
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled  # noqa: E402
 from slime_ppo.types.stats import Stats, merge_stats  # noqa: E402
@@ -242,10 +244,11 @@ def _logits(actor: ActorRole, batch: RolloutBatch) -> np.ndarray:
     micro_batches = actor.micro_batches(batch, np.arange(batch.num_samples))
 
     def whole(micro_batch: MicroBatch, own: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": gather_from_tensor_model_parallel_region(own[micro_batch.positions])}
+        found = gather_from_tensor_model_parallel_region(own[micro_batch.positions])
+        return {str(token): found[:, token] for token in range(actor.shape.vocab_size)}
 
     part = actor.columns(micro_batches, whole)
-    return part.columns["logits"][:, : actor.shape.vocab_size]
+    return np.stack([part.columns[str(token)] for token in range(actor.shape.vocab_size)], 1)
 
 
 def logits_values_and_export(case: Case, batch: RolloutBatch, bucket_bytes: int) -> tuple[np.ndarray, np.ndarray, Tensors]:
@@ -300,6 +303,19 @@ def reference_swap(case: Case) -> tuple[bool, bool, int]:
             raise KeyError("a pass that fails must not leave the reference in the policy's place")
     except KeyError:
         return equal(), not inside, len(before)
+
+
+def parallel_ranks(layout: ParallelLayout) -> dict[str, tuple[int, int]]:
+    """(our number, Megatron's) of this rank by dimension, sizes too."""
+    init_parallel_state(layout, 1)
+    rank, mpu = dist.get_rank(), parallel_state
+    return {
+        "tp_rank": (layout.tp_rank(rank), mpu.get_tensor_model_parallel_rank()),
+        "cp_rank": (layout.cp_rank(rank), mpu.get_context_parallel_rank()),
+        "dp_rank": (layout.dp_rank(rank), mpu.get_data_parallel_rank()),
+        "cp_size": (layout.cp_size, mpu.get_context_parallel_world_size()),
+        "dp_size": (layout.dp_size, mpu.get_data_parallel_world_size()),
+    }
 
 
 def padded_sizes(sizes: Sequence[tuple[int, int, int]]) -> list[int]:

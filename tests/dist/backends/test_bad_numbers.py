@@ -17,7 +17,12 @@ from tests.dist.backends.conftest import CaseMaker
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.tiny_llama import make_tiny_llama
 
-LAYOUTS = {"one_rank": ParallelLayout(1), "dp2": ParallelLayout(2), "tp2": ParallelLayout(2, tp_size=2)}
+LAYOUTS = {
+    "one_rank": ParallelLayout(1),
+    "dp2": ParallelLayout(2),
+    "tp2": ParallelLayout(2, tp_size=2),
+    "cp2": ParallelLayout(2, cp_size=2),
+}
 BY_ONE = BatchSettings(1, None)
 FIRST = replace(make_plan(), steps=make_plan().steps[:1])
 
@@ -108,6 +113,37 @@ def test_train_tp2_only_the_first_tensor_parallel_rank_reports(
     first, second = megatron_pool.run(f"{RANKS}:train_actor_steps", world=2, case=case, batch=make_scored_batch(), plan=FIRST)
     assert first[0]["num_tokens"] == make_scored_batch().trainable_tokens[FIRST.steps[0].rows].sum()
     assert second == [{}]
+
+
+def test_train_cp2_both_ranks_report_their_own_tokens_and_together_all_of_them(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
+) -> None:
+    batch = make_scored_batch()
+    one, split = (
+        megatron_pool.run(
+            f"{RANKS}:train_actor_steps",
+            world=LAYOUTS[layout].num_ranks,
+            case=make_case(PpoConfig()).on(LAYOUTS[layout], BY_ONE, tmp_path),
+            batch=batch,
+            plan=FIRST,
+        )
+        for layout in ("one_rank", "cp2")
+    )
+    shares = [rank[0] for rank in split]
+    assert all(share["entropy_loss"] > 0 for share in shares)
+    assert sum(share["entropy_loss"] for share in shares) == pytest.approx(one[0][0]["entropy_loss"], rel=1e-5)
+    for share in shares:  # what every rank knows alike is a mean of equal numbers
+        assert share["num_tokens"] == one[0][0]["num_tokens"]
+        assert share["grad_norm"] == pytest.approx(one[0][0]["grad_norm"], rel=1e-5)
+
+
+def test_score_cp2_only_the_first_context_parallel_rank_reports_whole_samples(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
+) -> None:
+    case = make_case(PpoConfig()).on(LAYOUTS["cp2"], BY_ONE, tmp_path)
+    (columns, stats), second = megatron_pool.run(f"{RANKS}:score", world=2, case=case, batch=make_batch())
+    assert columns["old_log_probs"].shape == make_batch().rollout_log_probs.shape and stats
+    assert second == ({}, {})
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,12 @@ from tests.dist.backends.compare import relative
 from tests.dist.backends.conftest import CaseMaker
 from tests.helpers.rank_pool import RankPool
 
-LAYOUTS = {"one_rank": ParallelLayout(1), "tp2": ParallelLayout(2, tp_size=2)}
+LAYOUTS = {
+    "one_rank": ParallelLayout(1),
+    "tp2": ParallelLayout(2, tp_size=2),
+    "cp2": ParallelLayout(2, cp_size=2),
+    "cp2_tp2": ParallelLayout(4, tp_size=2, cp_size=2),
+}
 ONE_BUCKET = 1 << 30
 ALL = BatchSettings(100, None)
 

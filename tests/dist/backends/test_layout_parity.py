@@ -72,6 +72,10 @@ LAYOUTS = {
     "dp2": (ParallelLayout(2), BatchSettings(1, None)),
     "tp2": (ParallelLayout(2, tp_size=2), BatchSettings(100, None)),
     "tp2_dp2": (ParallelLayout(4, tp_size=2), BatchSettings(None, 20)),
+    "cp2": (ParallelLayout(2, cp_size=2), BatchSettings(2, None)),
+    "cp2_tp2": (ParallelLayout(4, tp_size=2, cp_size=2), BatchSettings(100, None)),
+    "cp2_dp2": (ParallelLayout(4, cp_size=2), BatchSettings(None, 10)),
+    "cp4": (ParallelLayout(4, cp_size=4), BatchSettings(1, None)),
 }
 
 
@@ -119,7 +123,15 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("tied", "tp2"), ("untied", "tp2_dp2"), ("support", "one_rank_single"), ("support", "tp2")]
+    ("name", "layout"),
+    [
+        ("tied", "tp2"),
+        ("untied", "tp2_dp2"),
+        ("support", "one_rank_single"),
+        ("support", "tp2"),
+        ("untied", "cp2_tp2"),
+        ("support", "cp2"),
+    ],
 )
 def test_iteration_fused_lm_head_equals_one_rank_with_logits(
     megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict, tmp_path: Path, *, name: str, layout: str
@@ -217,6 +229,14 @@ def test_iteration_case_of_rejection_rejects_weighs_and_skips(
     assert sum(step["pg_clipfrac"] for step in report.actor.steps[:2]) > 0
 
 
+def test_layout_rank_numbers_are_those_of_megatron(megatron_pool: RankPool) -> None:
+    layout = ParallelLayout(num_ranks=8, tp_size=2, cp_size=2)
+    found = megatron_pool.run(f"{RANKS}:parallel_ranks", world=8, layout=layout)
+    for numbers in found:
+        assert {name: own for name, (own, _) in numbers.items()} == {name: other for name, (_, other) in numbers.items()}
+    assert len({tuple(numbers[name][0] for name in ("tp_rank", "cp_rank", "dp_rank")) for numbers in found}) == 8
+
+
 def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:
     from slime_ppo.data.schedule import split_rows
 
@@ -225,7 +245,7 @@ def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:
     assert [len(share[0]) for share in shares] == [1, 0]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2"])
 def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
 ) -> None:
@@ -252,7 +272,7 @@ def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
         assert np.abs(reports[0].actor.weights[tensor] - weights).max() <= 1e-2 * case.lr, tensor
 
 
-@pytest.mark.parametrize("layout", ["one_rank_single", "dp2"])
+@pytest.mark.parametrize("layout", ["one_rank_single", "dp2", "cp2_dp2", "cp4"])
 def test_iteration_rank_without_trainable_token_still_takes_part(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
 ) -> None:

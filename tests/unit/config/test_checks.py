@@ -28,7 +28,26 @@ GRPO: dict[str, Value] = {
         ({"rollout__rollout_top_k": 1}, ("--rollout-top-k 1", "support of one token", "gradient is exactly 0")),
         ({"rollout__rollout_min_p": 1.0}, ("rollout.rollout_min_p is 1.0", ">= 0 and < 1", "the likeliest token alone")),
         ({"parallel__pipeline_model_parallel_size": 2}, ("--pipeline-model-parallel-size 2", "not in this version", "Use 1")),
-        ({"parallel__context_parallel_size": 2}, ("--context-parallel-size 2", "not in this version")),
+        (
+            {"parallel__context_parallel_size": 2},
+            ("the actor has 1 ranks", "--context-parallel-size 2 = 2 does not divide", "Use 1, or 2 ranks"),
+        ),
+        (
+            {
+                "parallel__actor_num_gpus_per_node": 6,
+                "parallel__tensor_model_parallel_size": 2,
+                "parallel__context_parallel_size": 2,
+            },
+            ("the actor has 6 ranks", "--tensor-model-parallel-size 2 x --context-parallel-size 2 = 4", "or 8 ranks"),
+        ),
+        (
+            {"parallel__actor_num_gpus_per_node": 2, "critic__context_parallel_size": 4},
+            ("the critic has 2 ranks", "--critic-context-parallel-size 4 = 4 does not divide", "Use 1 or 2, or 4 ranks"),
+        ),
+        (
+            {"batch__global_batch_size": 1, "parallel__actor_num_gpus_per_node": 4, "parallel__context_parallel_size": 2},
+            ("not a multiple of the 2 data-parallel ranks", "4 ranks / tensor-parallel size 1 / context-parallel size 2"),
+        ),
         ({"parallel__expert_model_parallel_size": 2}, ("--expert-model-parallel-size 2", "not in this version")),
         (
             {"parallel__actor_num_gpus_per_node": 3, "parallel__tensor_model_parallel_size": 2},
@@ -132,6 +151,8 @@ def test_check_config_refuses_with_reason_and_fix(values: dict[str, Value], part
         {**GRPO, "critic__num_gpus_per_node": 3, "critic__tensor_model_parallel_size": 2},
         {**GRPO, "optimizer__min_lr": 1e-7, "critic__lr": 1e-8},
         {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2},
+        {"parallel__actor_num_gpus_per_node": 2, "parallel__context_parallel_size": 2},
+        {"parallel__actor_num_gpus_per_node": 2, "critic__context_parallel_size": 2},
         {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
         {"parallel__actor_num_gpus_per_node": 2, "critic__num_gpus_per_node": 1},
         {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 10},

@@ -36,6 +36,18 @@ def test_dry_run_report_has_plan_placement_memory_and_warnings(tmp_path: Path) -
     assert any(line.startswith("--kl-reward-type k2") for line in lines)
 
 
+def test_dry_run_report_names_the_context_parallel_size_of_a_role_that_has_one(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
+    config = make_config(
+        parallel__actor_num_gpus_per_node=8,
+        parallel__tensor_model_parallel_size=2,
+        parallel__context_parallel_size=2,
+        critic__context_parallel_size=1,
+    )
+    report = dry_run_report(config, shape)
+    assert "actor: 8 ranks = TP 2 x CP 2 x DP 2" in report and "critic: 8 ranks = TP 2 x DP 4" in report
+
+
 def test_dry_run_report_with_another_critic_uses_its_shape(tmp_path: Path) -> None:
     shape = ModelShape.from_hf_folder(write_model_folder(tmp_path / "a"))
     small = ModelShape.from_hf_folder(write_model_folder(tmp_path / "b", num_hidden_layers=1))

@@ -82,6 +82,20 @@ def test_role_memory_of_bfloat16_ranks_splits_main_params_and_moments_over_data_
     assert one.host == 0
 
 
+def test_role_memory_under_context_parallelism_holds_chunks_of_samples_and_a_share_of_the_moments(shape: ModelShape) -> None:
+    config = make_config(
+        data__rollout_max_prompt_len=30,
+        batch__micro_batch_size=1,
+        parallel__actor_num_gpus_per_node=4,
+        parallel__context_parallel_size=2,
+    )
+    one = role_memory(config, shape, "actor")
+    # 46 tokens in 4 chunks of 12: 24 a rank, of which at most all 16 response tokens
+    assert micro_batch_tokens(config, "actor") == (24, 16)
+    assert (one.params, one.grads, one.optimizer) == (4 * GLASS_PARAMS, 4 * GLASS_PARAMS, 8 * GLASS_PARAMS // 4)
+    assert one.activations == 4 * 24 * 4 * (6 * 128 + 2 * 128 + 2 * 64 + 4 * 352)
+
+
 def test_role_memory_counts_the_reference_twice_with_a_kl_and_not_at_all_without(shape: ModelShape) -> None:
     def host(**kl: Value) -> int:
         return role_memory(make_config(model__dtype="bfloat16", cluster__offload=False, **kl), shape, "actor").host

@@ -51,6 +51,14 @@ def test_derived_numbers_follow_the_sections() -> None:
     assert config.num_bundles == 8
 
 
+def test_roles_context_parallel_size_divides_the_data_parallel_one_and_the_critic_may_have_its_own() -> None:
+    values: dict[str, Value] = {"parallel__actor_num_gpus_per_node": 8, "parallel__tensor_model_parallel_size": 2}
+    config = make_config(**values, parallel__context_parallel_size=2)
+    assert [(config.role(role).cp_size, config.role(role).dp_size) for role in config.roles] == [(2, 2), (2, 2)]
+    config = make_config(**values, parallel__context_parallel_size=2, critic__context_parallel_size=4)
+    assert [(config.role(role).cp_size, config.role(role).dp_size) for role in config.roles] == [(2, 2), (4, 1)]
+
+
 def test_roles_without_a_critic_are_the_actor_alone_with_its_bundles_and_steps() -> None:
     values: dict[str, Value] = {"critic__num_gpus_per_node": 4, "parallel__actor_num_gpus_per_node": 2}
     config = make_config(**values, ppo__advantage_estimator="grpo")

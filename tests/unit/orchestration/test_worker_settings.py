@@ -32,6 +32,7 @@ VALUES: dict[str, Value] = {
     "critic__num_nodes": 1,
     "critic__num_gpus_per_node": 2,
     "critic__tensor_model_parallel_size": 1,
+    "critic__context_parallel_size": 2,
     "critic__clip_grad": 0.25,
     "cluster__num_threads_per_rank": 5,
     "cluster__call_timeout_s": 77.0,
@@ -72,7 +73,7 @@ def test_worker_settings_actor_has_the_reference_and_one_entry_per_rank() -> Non
 def test_worker_settings_critic_has_its_own_folder_layout_and_clip_and_no_reference() -> None:
     found = worker_settings(make_config(**VALUES), "critic", init_method="tcp://a:1", device="cuda")
     assert [one.rank for one in found] == [rank_settings(0), rank_settings(1)]
-    assert {one.layout for one in found} == {ParallelLayout(num_ranks=2, tp_size=1)}
+    assert {one.layout for one in found} == {ParallelLayout(num_ranks=2, tp_size=1, cp_size=2)}
     assert {(one.model.hf_folder, one.model.ref_folder) for one in found} == {(os.path.abspath("critic-folder"), None)}
     assert {one.optimizer for one in found} == {replace(OPTIMIZER, clip_grad=0.25)}
 
@@ -92,6 +93,12 @@ def test_worker_settings_dynamic_batches_count_tokens_alone() -> None:
     for role in ("actor", "critic"):
         found = worker_settings(config, role, init_method="tcp://a:1", device="cpu")
         assert {one.batch for one in found} == {BatchSettings(micro_batch_size=None, max_tokens=500)}
+
+
+def test_worker_settings_context_parallel_size_is_the_roles() -> None:
+    config = make_config(**(VALUES | {"parallel__context_parallel_size": 2, "critic__context_parallel_size": 1}))
+    sizes = {role: worker_settings(config, role, init_method="tcp://a:1", device="cpu")[0].layout for role in config.roles}
+    assert sizes == {"actor": ParallelLayout(4, tp_size=2, cp_size=2), "critic": ParallelLayout(2)}
 
 
 def test_worker_settings_without_offload_ranks_stay_awake() -> None:
