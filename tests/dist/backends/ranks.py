@@ -25,6 +25,7 @@ from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
 from slime_ppo.errors import ConversionError  # noqa: E402
+from slime_ppo.parallel.worker_settings import STANDING_GROUP  # noqa: E402
 from slime_ppo.types.micro_batch import MicroBatch  # noqa: E402
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled  # noqa: E402
 from slime_ppo.types.stats import Stats, merge_stats  # noqa: E402
@@ -66,9 +67,8 @@ def _start_actor(case: Case) -> ActorRole:
 def _start(case: Case) -> tuple[ActorRole, CriticRole]:
     """Both roles in this process: the critic joins what the actor has brought up."""
     rank = dist.get_rank()
-    actor = _start_actor(case)
-    with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device("cpu")):
-        return actor, CriticRole(case.settings(rank, "critic"), case.ppo)
+    actor, settings = _start_actor(case), case.settings(rank, "critic")
+    return actor, CriticRole(replace(settings, rank=replace(settings.rank, init_method=STANDING_GROUP)), case.ppo)
 
 
 def _gathered(value: object) -> list:
