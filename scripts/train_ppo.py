@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 from slime_ppo.config.cli import ParsedCommand, print_config_text, run_cli
-from slime_ppo.config.launcher import RankPlace, chosen_launcher, launcher_text
+from slime_ppo.config.launcher import RankPlace, chosen_launcher
 from slime_ppo.orchestration.local_world import LocalWorld
 
 
@@ -28,14 +28,13 @@ def main(world: LocalWorld, command: ParsedCommand) -> int:
         shapes = preflight(command.config)
         print(dry_run_report(command.config, shapes.actor, critic_shape=shapes.critic), end="")
         return 0
-    print(launcher_text(launcher, world.place), flush=True)
     if launcher == "ray":
         from slime_ppo.orchestration.ray_environment import prepare_ray_environment
 
         prepare_ray_environment(command.config.cluster)
-    from slime_ppo.launch import run_ppo  # imports Ray, which reads the environment
+    from slime_ppo.launch import run_ppo  # may import Ray, which reads the environment
 
-    return run_ppo(command.config, world)
+    return run_ppo(command.config, launcher, world)
 
 
 def start(place: RankPlace) -> int:

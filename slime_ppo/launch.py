@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
-from slime_ppo.config.launcher import chosen_launcher
+from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.preflight import METRICS_FILE, preflight
 from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
@@ -18,7 +18,7 @@ from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoEr
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
-from slime_ppo.orchestration.protocols import Launcher, RunningRoles
+from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
 from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
 from slime_ppo.rewards.base import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
@@ -51,8 +51,9 @@ class RunInputs:
     tracker: Tracker
 
 
-def run_ppo(config: Config, world: LocalWorld) -> int:
-    """Train, on the ranks of `world` or on those that Ray starts. Returns the exit code: 0 done, 128 + signal number after SIGINT or SIGTERM.
+def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> int:
+    """Train on the ranks that Ray starts, or without it on those of `world`, of which this is rank 0. Returns the exit code: 0
+    done, 128 + signal number after SIGINT or SIGTERM.
 
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
@@ -61,7 +62,7 @@ def run_ppo(config: Config, world: LocalWorld) -> int:
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
-            launcher = _launcher(config, world)
+            launcher = _launcher(config, launcher_name, world)
             inputs = read_inputs(config, returns_support=launcher.returns_support)
             _open_logs(config)
             stack.enter_context(inputs.rewards).start()
@@ -183,9 +184,9 @@ def _open_logs(config: Config) -> None:
     package.propagate = False
 
 
-def _launcher(config: Config, world: LocalWorld) -> Launcher:
-    """By --launcher. Ray is imported only where it is used."""
-    if chosen_launcher(config, world.place) == "local":
+def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher:
+    """Ray is imported only where it is used."""
+    if name == "local":
         return LocalLauncher(config, world)
     from slime_ppo.orchestration.ray_launcher import RayLauncher
 
@@ -193,14 +194,12 @@ def _launcher(config: Config, world: LocalWorld) -> Launcher:
 
 
 def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> TrainerParts:
+    tenants: dict[str, Tenant] = {"rollout": RolloutTenant(roles.engine)}
+    tenants.update({str(role): group for role, group in roles.groups.items()})
     return TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
-        turns=DeviceTurns(
-            {**roles.groups, "rollout": RolloutTenant(roles.engine)},
-            offload=config.cluster.offload,
-            on_time=clock.add,
-        ),
+        turns=DeviceTurns(tenants, offload=config.cluster.offload, on_time=clock.add),
         sync=roles.sync,
         samples=SampleBuilder(
             engine=roles.engine,

@@ -35,6 +35,8 @@ from slime_ppo.weight_sync.colocated import ColocatedSync, check_bucket
 if TYPE_CHECKING:
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 
+_log = logging.getLogger(__name__)
+
 
 class LocalRanks:
     """All ranks, commanded from rank 0. A failure anywhere ends the run: what is left of the ranks is out of step."""
@@ -71,9 +73,13 @@ class LocalRanks:
     def close(self, exit_code: int) -> None:
         """Let the other ranks go. Those that are left in a command notice when this process ends."""
         self._world.end(exit_code)
-        if self._in_step:
+        if not self._in_step:
+            return
+        try:
             self._channel.command(None)
             self._channel.close()
+        except RuntimeError:
+            _log.exception("a rank had left before the run ended")
 
 
 class LocalTrainGroup:

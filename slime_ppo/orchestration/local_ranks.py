@@ -51,12 +51,13 @@ class RankChannel:
     def __init__(self, world: LocalWorld, start: RankStart) -> None:
         """Join the process group of the roles, and two gloo groups beside it."""
         import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         from slime_ppo.backends.megatron.init import join_process_group
 
         self.place: RankPlace = world.place
         join_process_group(
-            dist.PrefixStore("ranks", world.store),
+            PrefixStore("ranks", world.store),
             rank=self.place.rank,
             num_ranks=self.place.world_size,
             device=start.device,

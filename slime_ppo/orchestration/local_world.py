@@ -7,7 +7,7 @@ import os
 import pickle
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_ppo.config.launcher import RankPlace
 from slime_ppo.errors import ParallelError, SlimePpoError
@@ -15,7 +15,7 @@ from slime_ppo.orchestration.failures import is_echo
 from slime_ppo.parallel.worker_settings import DeviceKind
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _POLL_S = 0.05
 # a failing rank and its peers' broken collectives come within moments of each other
@@ -61,7 +61,7 @@ class LocalWorld:
         return self._store
 
     def _open(self) -> "Store":
-        from torch.distributed import HashStore, PrefixStore
+        from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
         if not self.place.started_by_torchrun:
@@ -71,7 +71,7 @@ class LocalWorld:
 
     def start(self, start: RankStart) -> None:
         """Rank 0: let the others set up."""
-        self.store.set("start", pickle.dumps(start))
+        self.store.set("start", _text_of(start))
 
     def wait_for_start(self) -> RankStart | None:
         """The other ranks: what rank 0 said, or None when the run ended before it began. Rank 0 may read files for long."""
@@ -79,7 +79,7 @@ class LocalWorld:
             if self.exit_code() is not None:
                 return None
             time.sleep(_POLL_S)
-        start: RankStart = pickle.loads(self.store.get("start"))
+        start: RankStart = _object_of(self.store.get("start"))
         return start
 
     def end(self, exit_code: int) -> None:
@@ -98,12 +98,12 @@ class LocalWorld:
 
     def report(self, error: BaseException) -> None:
         """The other ranks: leave why this one ends."""
-        self.store.set(f"failure/{self.place.rank}", pickle.dumps(Failure.of(error)))
+        self.store.set(f"failure/{self.place.rank}", _text_of(Failure.of(error)))
 
     def failures(self) -> dict[int, Failure]:
         """What other ranks have left, by rank."""
         ranks = [rank for rank in range(self.place.world_size) if self.store.check([f"failure/{rank}"])]
-        return {rank: pickle.loads(self.store.get(f"failure/{rank}")) for rank in ranks}
+        return {rank: _object_of(self.store.get(f"failure/{rank}")) for rank in ranks}
 
     def most_telling(self, own: Exception, phase: str) -> SlimePpoError:
         """The cause among this rank's error and those of the others, which get a moment to fail too when it is an echo."""
@@ -119,10 +119,19 @@ class LocalWorld:
         echo = f" (then failed too: {others})" if others else ""
         if cause.echo and cause.kind is ParallelError:
             return ParallelError(
-                f"a rank died during {phase}: rank {rank} lost its connection{echo}, and no rank has said why (killed, out of "
-                f"memory, or a crash in native code). The others' logs are in the run folder's logs: {cause.text}"
+                f"a rank died or hangs: {phase} broke off on rank {rank}{echo}, and no rank has said why (killed, out of memory, "
+                f"or a crash in native code). Their logs are rank-<n>.log in the run folder's logs. {cause.text}"
             )
         return cause.kind(f"{cause.text} [rank {rank}, {phase}]{echo}")
+
+
+def _text_of(value: object) -> str:
+    """For a store, which carries text. Only our own ranks write to it."""
+    return pickle.dumps(value).hex()
+
+
+def _object_of(text: bytes) -> Any:
+    return pickle.loads(bytes.fromhex(text.decode()))
 
 
 def own_device_only(place: RankPlace) -> None:

@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from slime_ppo.backends.megatron.device import collective_backend, prepare_megatron
 from slime_ppo.errors import ParallelError
@@ -31,7 +31,7 @@ def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
     return torch.device(settings.device)
 
 
-def join_process_group(store: dist.Store, *, rank: int, num_ranks: int, device: DeviceKind, timeout_s: float) -> None:
+def join_process_group(store: Store, *, rank: int, num_ranks: int, device: DeviceKind, timeout_s: float) -> None:
     """Join the process group that all roles of this process will share (STANDING_GROUP). Every rank calls it once."""
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(collective_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout)
