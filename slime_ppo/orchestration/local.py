@@ -19,7 +19,7 @@ from slime_ppo.config.root import Config
 from slime_ppo.errors import EchoedError
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
-from slime_ppo.orchestration.local_world import LocalWorld, RankStart, own_device_only
+from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
 from slime_ppo.orchestration.protocols import BatchHandle, RunningRoles
 from slime_ppo.orchestration.rank_role import import_megatron
 from slime_ppo.orchestration.worker_settings import worker_settings
@@ -46,6 +46,7 @@ class LocalRanks:
         self._in_step = False
         self._channel = RankChannel(world, start)
         self._own = LocalRank(self._channel)
+        self._watch = FailureWatch(world)
         self._in_step = True
 
     def call(self, phase: str, method: str, *arguments: object) -> list[Any]:
@@ -56,11 +57,13 @@ class LocalRanks:
             self._channel.command(command)
             results = self._channel.answers(self._own.run(command))
         except Interrupted as interrupt:
+            self._watch.stop()
             # torchrun ends the other ranks with a signal when one has failed
             if not self._world.failures():
                 raise
             raise self._world.most_telling(EchoedError(f"stopped by {interrupt}"), phase) from interrupt
         except Exception as error:
+            self._watch.stop()
             ignore_interrupts()  # torchrun's, on the way out: they would hide the cause
             raise self._world.most_telling(error, phase) from error
         self._in_step = True
@@ -72,6 +75,7 @@ class LocalRanks:
 
     def close(self, exit_code: int) -> None:
         """Let the other ranks go. Those that are left in a command notice when this process ends."""
+        self._watch.stop()
         self._world.end(exit_code)
         if not self._in_step:
             return
@@ -222,7 +226,7 @@ class LocalLauncher:
             groups=groups,
             engine=engine,
             sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
-            check_alive=self._check_alive,
+            check_alive=self._world.check_alive,
         )
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
@@ -243,6 +247,7 @@ class LocalLauncher:
         start = RankStart(log_dir, device, timeout_s=self._config.cluster.call_timeout_s)
         self._world.start(start)
         import_megatron(device)
+        self._world.wait_for_ranks(self._config.cluster.worker_start_timeout_s)
         return start
 
     def _start_engine(self, device: DeviceKind) -> LocalRolloutEngine:
@@ -259,11 +264,6 @@ class LocalLauncher:
         if config.cluster.offload:
             engine.offload(EnginePart.ALL)
         return LocalRolloutEngine(engine)
-
-    def _check_alive(self) -> None:
-        """For waits outside of the ranks: raise when one has left word of its end."""
-        for rank, failure in self._world.failures().items():
-            raise failure.kind(f"{failure.text} [rank {rank}]")
 
 
 @contextmanager

@@ -161,7 +161,8 @@ class LocalRank:
 
 
 def serve_rank(place: RankPlace) -> int:
-    """The life of every rank but the first: wait for rank 0, execute its commands. Returns the exit code.
+    """The life of every rank but the first: wait for rank 0, execute its commands. Returns the exit code, 0 when rank 0 let it go:
+    how the run went is rank 0's to say.
 
     It prints nothing: what it has to say is in the log of the run folder, and an error goes to rank 0. From the start of the
     run on it leaves signals to rank 0, whose end ends it too.
@@ -175,6 +176,7 @@ def serve_rank(place: RankPlace) -> int:
     _write_to_log(Path(start.log_dir) / f"rank-{place.rank}.log")
     try:
         import_megatron(start.device)
+        world.ready()
         channel = RankChannel(world, start)
         rank = LocalRank(channel)
         while (command := channel.command(None)) is not None:

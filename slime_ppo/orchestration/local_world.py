@@ -3,9 +3,13 @@
 What goes through it is small and must arrive although a collective hangs: why a rank failed, and that the run is over.
 """
 
+import logging
 import os
 import pickle
+import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +21,10 @@ from slime_ppo.parallel.worker_settings import DeviceKind
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+_log = logging.getLogger(__name__)
+
 _POLL_S = 0.05
+_WATCH_S = 0.5
 # a failing rank and its peers' broken collectives come within moments of each other
 _SETTLE_S = 2.0
 
@@ -82,6 +89,27 @@ class LocalWorld:
         start: RankStart = _object_of(self.store.get("start"))
         return start
 
+    def ready(self) -> None:
+        """The other ranks: everything is imported."""
+        self.store.set(f"ready/{self.place.rank}", "yes")
+
+    def wait_for_ranks(self, timeout_s: float) -> None:
+        """Rank 0: until all others are ready. Raises the error of one that failed, ParallelError naming those that are late."""
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank in range(1, self.place.world_size) if not self.store.check([f"ready/{rank}"])]:
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise ParallelError(
+                    f"start-up took longer than {timeout_s:g} s (--worker-start-timeout-s): no word from rank "
+                    f"{', '.join(map(str, missing))} of {self.place.world_size}"
+                )
+            time.sleep(_POLL_S)
+
+    def check_alive(self) -> None:
+        """Raise the error of another rank that has left word of its end, for waits that would not notice."""
+        for rank, failure in self.failures().items():
+            raise failure.kind(f"{failure.text} [rank {rank}]")
+
     def end(self, exit_code: int) -> None:
         """Rank 0: tell the others that the run is over, and with which exit code. The first call counts."""
         if self._ended or self.place.world_size == 1:
@@ -120,9 +148,38 @@ class LocalWorld:
         if cause.echo and cause.kind is ParallelError:
             return ParallelError(
                 f"a rank died or hangs: {phase} broke off on rank {rank}{echo}, and no rank has said why (killed, out of memory, "
-                f"or a crash in native code). Their logs are rank-<n>.log in the run folder's logs. {cause.text}"
+                "a crash in native code, or longer than --call-timeout-s). Their logs are rank-<n>.log in the run folder's logs. "
+                f"{cause.text}"
             )
         return cause.kind(f"{cause.text} [rank {rank}, {phase}]{echo}")
+
+
+class FailureWatch:
+    """Ends rank 0 when another rank has failed and this one does not notice: a collective on GPUs waits for a lost rank, deaf to
+    torchrun's signal, until it is killed without a word."""
+
+    def __init__(self, world: LocalWorld, *, grace_s: float = 15.0, end: Callable[[int], None] = os._exit) -> None:
+        self._world, self._grace_s, self._end = world, grace_s, end
+        self._noticed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="failure-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Rank 0 has noticed, or is done."""
+        self._noticed.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._noticed.wait(_WATCH_S):
+                if self._world.failures() and not self._noticed.wait(self._grace_s):
+                    found = self._world.failures()
+                    rank = min(found, key=lambda one: (found[one].echo, one))
+                    sys.stderr.write(f"error: {found[rank].text} [rank {rank}]; rank 0 was left waiting for it\n")
+                    sys.stderr.flush()
+                    self._end(1)
+                    return
+        except RuntimeError:
+            _log.exception("the store is gone, and with it the word of ranks that fail")
 
 
 def _text_of(value: object) -> str:

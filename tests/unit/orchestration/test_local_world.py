@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from slime_ppo.config.launcher import RankPlace
 from slime_ppo.errors import EchoedError, NumericsError, ParallelError
-from slime_ppo.orchestration.local_world import LocalWorld, RankStart, own_device_only
+from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
 
 
 def worlds(num_ranks: int) -> list[LocalWorld]:
@@ -58,6 +58,38 @@ def test_most_telling_of_a_broken_collective_that_nobody_explains_says_that_a_ra
         found = worlds(2)[0].most_telling(RuntimeError("gloo: Connection reset by peer"), "actor training")
     assert type(found) is ParallelError
     assert "a rank died or hangs: actor training broke off on rank 0" in str(found) and "rank-<n>.log" in str(found)
+
+
+def test_wait_for_ranks_returns_when_all_are_ready_and_names_those_that_are_late() -> None:
+    first, second, _ = worlds(3)
+    second.ready()
+    with pytest.raises(ParallelError, match=r"longer than 0.1 s .*no word from rank 2 of 3"):
+        first.wait_for_ranks(0.1)
+    worlds_of_two = worlds(2)
+    worlds_of_two[1].ready()
+    worlds_of_two[0].wait_for_ranks(0.1)
+
+
+def test_wait_for_ranks_raises_the_error_of_one_that_failed_at_once() -> None:
+    first, second = worlds(2)
+    second.report(ImportError("no megatron here"))
+    with pytest.raises(ParallelError, match=r"ImportError: no megatron here \[rank 1\]"):
+        first.wait_for_ranks(60.0)
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_failure_watch_ends_a_rank_that_does_not_notice_and_says_why(noticed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = worlds(2)
+    codes: list[int] = []
+    with patch("slime_ppo.orchestration.local_world._WATCH_S", 0.01):
+        watch = FailureWatch(first, grace_s=0.2, end=codes.append)
+        second.report(NumericsError("values of sample 3 is nan"))
+        if noticed:
+            watch.stop()
+        watch._thread.join(timeout=10)
+    assert not watch._thread.is_alive()
+    assert codes == ([] if noticed else [1])
+    assert ("error: values of sample 3 is nan [rank 1]" in capsys.readouterr().err) is not noticed
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("4,5,6", "5"), ("7", "7")])
