@@ -1,31 +1,25 @@
-"""From a config to a running job: everything that can be checked first, then Ray, the processes, and the loop."""
+"""From a config to a running job: everything that can be checked first, then the ranks and the engine, and the loop."""
 
 import logging
-import os
 import shutil
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
+from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.preflight import METRICS_FILE, preflight
 from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
-from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
-from slime_ppo.orchestration.ray_environment import cluster_address
-from slime_ppo.orchestration.ray_health import Call, check_alive, gather
-from slime_ppo.orchestration.ray_rollout import ObjectStoreSync, RayRolloutEngine, RolloutTenant
-from slime_ppo.orchestration.ray_train_group import RayTrainGroup
-from slime_ppo.orchestration.turns import DeviceTurns
-from slime_ppo.orchestration.worker_settings import worker_settings
-from slime_ppo.parallel.worker_settings import WorkerSettings
+from slime_ppo.orchestration.local import LocalLauncher
+from slime_ppo.orchestration.local_world import LocalWorld
+from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
+from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
 from slime_ppo.rewards.base import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder
@@ -57,8 +51,9 @@ class RunInputs:
     tracker: Tracker
 
 
-def run_ppo(config: Config) -> int:
-    """Train. Returns the exit code: 0 done, 128 + signal number after SIGINT or SIGTERM.
+def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> int:
+    """Train on the ranks that Ray starts, or without it on those of `world`, of which this is rank 0. Returns the exit code: 0
+    done, 128 + signal number after SIGINT or SIGTERM.
 
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
@@ -67,13 +62,14 @@ def run_ppo(config: Config) -> int:
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
-            inputs = read_inputs(config)
+            launcher = _launcher(config, launcher_name, world)
+            inputs = read_inputs(config, returns_support=launcher.returns_support)
             _open_logs(config)
             stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config), *_left_out(config, inputs))
-            cluster = stack.enter_context(RayCluster(_cluster_settings(config)))
-            say(cluster.description)
-            parts = _start(config, cluster, inputs, clock)
+            stack.enter_context(launcher)
+            say(launcher.description)
+            parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
             _claim_run_folder(config)
             stack.callback(parts.sync.close)
             stack.callback(parts.tracker.close)
@@ -99,17 +95,17 @@ def say(*lines: str) -> None:
     sys.stdout.flush()
 
 
-def read_inputs(config: Config) -> RunInputs:
+def read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     """Read and check every input; nothing is started or written. Raises ConfigError for everything that is wrong."""
     try:
-        return _read_inputs(config)
+        return _read_inputs(config, returns_support=returns_support)
     except (DataError, CheckpointError) as error:
         raise ConfigError(str(error)) from error
 
 
-def _read_inputs(config: Config) -> RunInputs:
+def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     shapes = preflight(config)
-    check_engine_support(config, returns_support=RayRolloutEngine.returns_support)
+    check_engine_support(config, returns_support=returns_support)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     heldout: tuple[Prompt, ...] = ()
     num_heldout_dropped = 0
@@ -188,58 +184,25 @@ def _open_logs(config: Config) -> None:
     package.propagate = False
 
 
-def _cluster_settings(config: Config) -> ClusterSettings:
-    return ClusterSettings(
-        address=cluster_address(config.cluster),
-        num_bundles=config.num_bundles,
-        device=config.cluster.device,
-        placement_timeout_s=config.cluster.placement_timeout_s,
-        object_store_bytes=config.cluster.object_store_bytes,
-    )
+def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher:
+    """Ray is imported only where it is used."""
+    if name == "local":
+        return LocalLauncher(config, world)
+    from slime_ppo.orchestration.ray_launcher import RayLauncher
+
+    return RayLauncher(config)
 
 
-def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClock) -> TrainerParts:
-    """Start all processes side by side, wait until every one is up, and hand out the turns."""
-    log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
-    timeout_s = config.cluster.call_timeout_s
-    watched: list[Call] = []
-    groups = {
-        role: RayTrainGroup(
-            cluster,
-            role,
-            num_ranks=config.role(role).num_ranks,
-            log_dir=log_dir,
-            timeout_s=timeout_s,
-            bucket_bytes=config.rollout.weight_bucket_bytes,
-            watched=watched,
-        )
-        for role in config.roles
-    }
-    engine = RayRolloutEngine(cluster, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
-    starting = engine.start(
-        os.path.abspath(config.model.hf_checkpoint),
-        dtype=config.model.dtype,
-        device=cluster.device,
-        trust_remote_code=config.model.trust_remote_code,
-        num_threads=config.cluster.num_threads_per_rank,
-        starts_offloaded=config.cluster.offload,
-    )
-    limits: Any = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
-    meeting_points = gather([group.rendezvous() for group in groups.values()], phase="start-up", **limits)
-    for role, place in zip(groups, meeting_points, strict=True):
-        starting += _start_role(config, groups[role], worker_settings(config, role, init_method=place, device=cluster.device))
-    gather(starting, phase="start-up", **limits)
+def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> TrainerParts:
+    tenants: dict[str, Tenant] = {"rollout": RolloutTenant(roles.engine)}
+    tenants.update({str(role): group for role, group in roles.groups.items()})
     return TrainerParts(
-        actor=groups["actor"],
-        critic=groups["critic"] if config.has_critic else None,
-        turns=DeviceTurns(
-            {group.role: group for group in groups.values()} | {"rollout": RolloutTenant(engine)},
-            offload=config.cluster.offload,
-            on_time=clock.add,
-        ),
-        sync=ObjectStoreSync(groups["actor"], engine, bucket_bytes=config.rollout.weight_bucket_bytes),
+        actor=roles.groups["actor"],
+        critic=roles.groups["critic"] if config.has_critic else None,
+        turns=DeviceTurns(tenants, offload=config.cluster.offload, on_time=clock.add),
+        sync=roles.sync,
         samples=SampleBuilder(
-            engine=engine,
+            engine=roles.engine,
             tokenizer=inputs.tokenizer,
             run_seed=config.run.seed,
             vocab_size=inputs.vocab_size,
@@ -250,16 +213,8 @@ def _start(config: Config, cluster: RayCluster, inputs: RunInputs, clock: RunClo
         heldout=inputs.heldout,
         tracker=inputs.tracker,
         clock=clock,
-        check_alive=lambda: check_alive(watched, clock.where),
+        check_alive=roles.check_alive,
     )
-
-
-def _start_role(config: Config, group: RayTrainGroup, ranks: Sequence[WorkerSettings]) -> list[Call]:
-    """Begin building one role on all its ranks."""
-    if group.role == "critic":
-        return group.start("start_critic", [(rank, config.ppo) for rank in ranks])
-    temperature = config.rollout.rollout_temperature
-    return group.start("start_actor", [(rank, config.ppo, config.correction, temperature) for rank in ranks])
 
 
 def _run_info(config: Config) -> RunInfo:

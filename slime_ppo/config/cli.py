@@ -109,7 +109,7 @@ class _Switch(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         usage="%(prog)s [--config YAML ...] [--flag value ...]",
-        description="Train a language model by PPO: a Megatron actor and critic and a rollout engine, placed by Ray.",
+        description="Train a language model by PPO: a Megatron actor and critic and a rollout engine, on Ray or torchrun.",
         epilog="Values come from the defaults, then from --config files left to right, then from flags. Paths are relative to "
         "the current directory. In YAML an option is a key of its section: the group it is listed under here.",
         allow_abbrev=False,

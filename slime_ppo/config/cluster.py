@@ -1,4 +1,4 @@
-"""Section `cluster`: devices, Ray and time limits."""
+"""Section `cluster`: launcher, devices, Ray and time limits."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +10,11 @@ from slime_ppo.config.fields import option
 class ClusterConfig:
     """What the run may use, and how long it waits."""
 
+    launcher: Literal["auto", "ray", "local"] = option(
+        "auto",
+        help="who runs the ranks: ray starts them; local takes those of torchrun, or one without it; auto = local under torchrun, "
+        "else ray",
+    )
     device: Literal["cpu", "cuda", "auto"] = option("auto", help="where the ranks compute; auto = cuda when there is one")
     offload: bool = option(True, help="roles that share a device free its memory while another role is awake")
     num_threads_per_rank: int = option(1, help="CPU threads of each rank and of the engine", unit="threads", at_least=1)

@@ -14,14 +14,19 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+def ignore_interrupts() -> None:
+    """From now on SIGINT and SIGTERM do nothing: somebody else decides when this process ends, or it is ending already."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def interrupts_raise() -> Iterator[None]:
     """SIGINT and SIGTERM raise Interrupted in the main thread, once; from then on both are ignored, so that nothing cuts the
     clean-up short and the process ends by it."""
 
     def handler(number: int, _: FrameType | None) -> None:
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sig, signal.SIG_IGN)
+        ignore_interrupts()
         raise Interrupted(number)
 
     previous = {sig: signal.signal(sig, handler) for sig in (signal.SIGINT, signal.SIGTERM)}

@@ -1,12 +1,16 @@
 """The seams between the training loop and what runs it. The loop knows these protocols, not Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import ClassVar, Protocol, Self
 
+from slime_ppo.config.roles import RoleName
+from slime_ppo.rollout.engine import RolloutEngine
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import WeightSync
 
 
 @dataclass(frozen=True)
@@ -61,4 +65,33 @@ class TrainGroup(Tenant, Protocol):
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunningRoles:
+    """What a launcher has brought up. `check_alive` raises when a process of the run has died, for waits that would not notice."""
+
+    groups: Mapping[RoleName, TrainGroup]
+    engine: RolloutEngine
+    sync: WeightSync
+    check_alive: Callable[[], None]
+
+
+class Launcher(Protocol):
+    """Whoever starts the ranks and the engine. On exit all processes that it started have ended, or will with this one."""
+
+    returns_support: ClassVar[bool]
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+
+    @property
+    def description(self) -> str:
+        """Where the run is, for the start of its output."""
+        ...
+
+    def start(self, where: Callable[[], str]) -> RunningRoles:
+        """Bring up all roles and the engine; `where` says the present place of the run, for messages."""
         ...

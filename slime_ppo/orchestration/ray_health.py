@@ -8,13 +8,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from slime_ppo.errors import EchoedError, ParallelError, SlimePpoError
+from slime_ppo.errors import ParallelError, SlimePpoError
+from slime_ppo.orchestration.failures import is_echo
 
 # a dead rank and its peers' broken collectives fail within moments of each other
 _SETTLE_S = 2.0
 # Ray reports an error raised by a process's constructor as a death, too
 _CREATION_MARK = "creation task"
-_COLLECTIVE_MARKS = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL", "Connection refused")
 
 
 @dataclass(frozen=True)
@@ -95,5 +95,4 @@ def _rank(error: Exception) -> int:
     """0 dead process, 1 an error of its own, 2 an echo: a broken collective, or another rank's bad news."""
     if isinstance(error, RayActorError):
         return 0
-    echo = isinstance(error, EchoedError) or any(mark in str(error) for mark in _COLLECTIVE_MARKS)
-    return 2 if echo else 1
+    return 2 if is_echo(error) else 1

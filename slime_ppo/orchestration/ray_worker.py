@@ -20,19 +20,17 @@ import ray
 
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
-from slime_ppo.errors import WeightSyncError
+from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.parallel.worker_settings import DeviceKind, WorkerSettings
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
-from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, bucket_checksums, pack_bucket
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
+from slime_ppo.weight_sync.colocated import check_bucket
 
 if TYPE_CHECKING:
-    from slime_ppo.backends.megatron.actor import ActorRole
-    from slime_ppo.backends.megatron.critic import CriticRole
-    from slime_ppo.backends.megatron.export import WeightExporter
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 
 Started = TypeVar("Started")
@@ -81,19 +79,14 @@ class RankProcess(Process):
 
     def __init__(self, name: str, log_dir: str, device: DeviceKind) -> None:
         super().__init__(name, log_dir)
-        self._actor: ActorRole | None = None
-        self._critic: CriticRole | None = None
-        self._exporter: WeightExporter | None = None
+        self._rank = RankRole()
         self._store: object = None
         self._import_megatron(device)
 
     @_logged
     def _import_megatron(self, device: DeviceKind) -> None:
         """The slow part of a start; here, so that all processes do it side by side."""
-        from slime_ppo.backends.megatron.device import prepare_megatron
-
-        prepare_megatron(device)
-        from slime_ppo.backends.megatron import actor, critic  # noqa: F401
+        import_megatron(device)
 
     @_logged
     def rendezvous(self) -> str:
@@ -105,83 +98,49 @@ class RankProcess(Process):
 
     @_logged
     def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, correction: CorrectionConfig, temperature: float) -> None:
-        """Join the other ranks and build the policy. All ranks of the actor are called together."""
-        from slime_ppo.backends.megatron.actor import ActorRole
-
-        self._actor = ActorRole(settings, ppo, correction, temperature)
-        self._build_exporter()
+        self._rank.start_actor(settings, ppo, correction, temperature)
 
     @_logged
     def start_critic(self, settings: WorkerSettings, ppo: PpoConfig) -> None:
-        """Join the other ranks and build the value function. All ranks of the critic are called together."""
-        from slime_ppo.backends.megatron.critic import CriticRole
-
-        self._critic = CriticRole(settings, ppo)
-        self._build_exporter()
+        self._rank.start_critic(settings, ppo)
 
     @_logged
     @_two_results
     def compute_log_probs(self, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
-        return _present(self._actor).compute_log_probs(batch.with_parts(parts))
+        return self._rank.compute_log_probs(batch.with_parts(parts))
 
     @_logged
     @_two_results
     def compute_advantages(self, kl_coef: float, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
-        """Of the critic, or of an actor that trains without one."""
-        return self._role.compute_advantages(batch.with_parts(parts), kl_coef)
+        return self._rank.compute_advantages(batch.with_parts(parts), kl_coef)
 
     @_logged
     def train(self, plan: StepPlan, learning_rates: Sequence[float], batch: RolloutBatch, *parts: ColumnPart | None) -> list[Stats]:
-        return self._role.train(batch.with_parts(parts), plan, learning_rates)
+        return self._rank.train(batch.with_parts(parts), plan, learning_rates)
 
     @_logged
     def wake(self) -> None:
-        self._role.memory.wake()
+        self._rank.wake()
 
     @_logged
     def offload(self) -> None:
-        self._role.memory.offload()
+        self._rank.offload()
 
     def resident_bytes(self) -> int:
-        return self._role.memory.resident_bytes()
+        return self._rank.resident_bytes()
 
     def manifest(self) -> tuple[TensorSpec, ...]:
-        """The weights as Hugging Face tensors: names, shapes, types."""
-        return _present(self._exporter).specs
+        return self._rank.manifest()
 
     @_logged
     @_two_results
     def export_bucket(self, bucket: Bucket) -> tuple[np.ndarray | None, None]:
-        """The bucket's bytes on rank 0, None elsewhere, and a small result to wait for. All ranks of the role are called
-        together."""
-        tensors = _present(self._exporter).gather(bucket)
-        return (pack_bucket(bucket, tensors) if self._is_first else None), None
+        """The bucket's bytes on rank 0, and a small result to wait for."""
+        return self._rank.export_bucket(bucket), None
 
     @_logged
     def save_hf(self, folder: str, bucket_bytes: int) -> None:
-        """Write a Hugging Face folder from rank 0. All ranks of the role are called together."""
-        from slime_ppo.backends.megatron.export import save_hf_folder
-
-        save_hf_folder(
-            _present(self._exporter),
-            folder,
-            source=self._role.settings.model.hf_folder,
-            bucket_bytes=bucket_bytes,
-            writes=self._is_first,
-        )
-
-    @property
-    def _role(self) -> "ActorRole | CriticRole":
-        return self._actor if self._actor is not None else _present(self._critic)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._role.settings.rank.rank == 0
-
-    def _build_exporter(self) -> None:
-        from slime_ppo.backends.megatron.export import WeightExporter
-
-        self._exporter = WeightExporter(self._role.model, self._role.table)
+        self._rank.save_hf(folder, bucket_bytes)
 
 
 class EngineProcess(Process):
@@ -237,11 +196,7 @@ class EngineProcess(Process):
     @_logged
     def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
         """Compare the engine's parameters with what the trainer sent. Raises WeightSyncError naming the tensors."""
-        sent = bucket_checksums(bucket, flat)
-        held = _present(self._engine).checksums(list(sent))
-        different = [name for name in sent if held[name] != sent[name]]
-        if different:
-            raise WeightSyncError(f"after the push the engine's {', '.join(different)} differ from the trainer's")
+        check_bucket(_present(self._engine), bucket, flat)
 
 
 def _present(started: Started | None) -> Started:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from slime_ppo.orchestration.protocols import Tenant
+from slime_ppo.rollout.engine import EnginePart, RolloutEngine
 
 _log = logging.getLogger(__name__)
 
@@ -63,3 +64,19 @@ class DeviceTurns:
         self.on_time(verb, time.perf_counter() - start)
         self.events.append((verb, name))
         _log.info("%s %s: %.1f MB -> %.1f MB", verb, name, before / 1e6, self.tenants[name].resident_bytes() / 1e6)
+
+
+class RolloutTenant:
+    """The engine as one of the tenants that take turns. Its weights wake first; the KV cache after the weight sync."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def wake(self) -> None:
+        self._engine.wake(EnginePart.WEIGHTS)
+
+    def offload(self) -> None:
+        self._engine.offload(EnginePart.ALL)
+
+    def resident_bytes(self) -> int:
+        return self._engine.health().bytes_resident

@@ -7,12 +7,16 @@ from slime_ppo.parallel.layout import ParallelLayout
 
 DeviceKind = Literal["cpu", "cuda"]
 
+STANDING_GROUP = "standing://"
+"""The init_method of a role whose process has joined its process group already; roles of one process share Megatron's groups."""
+
 
 @dataclass(frozen=True)
 class RankSettings:
     """Where a rank stands and how it computes.
 
-    `init_method` is torch.distributed's (file:///path, env://), or store://host:port for a TCPStore that is served already.
+    `init_method` is torch.distributed's (file:///path, env://), or store://host:port for a TCPStore that is served already, or
+    STANDING_GROUP.
     """
 
     rank: int

@@ -45,6 +45,27 @@ class Runs:
         output, _ = driver.communicate(timeout=timeout_s)
         return driver.returncode, output
 
+    def torchrun(self, save: Path, num_ranks: int, *flags: str, script: str = "scripts/train_ppo.py") -> subprocess.Popen[str]:
+        """A driver and its ranks without Ray, in processes that torchrun starts."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), script,
+            "--config", "configs/quickstart_cpu.yaml", "--hf-checkpoint", str(self.model), "--save", str(save), *flags,
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+
+def wait_for_line(driver: subprocess.Popen[str], text: str) -> str:
+    """Read the driver's output until a line holds `text`."""
+    assert driver.stdout is not None
+    seen = ""
+    for line in driver.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"the run ended before {text!r}:\n{seen}")
+
 
 def metrics_of(save: Path) -> list[dict[str, float]]:
     """One mapping per rollout: metrics, without times and rates."""
@@ -95,3 +116,12 @@ def joined_runs(local_runs: Runs) -> Iterator[Runs]:
     yield Runs(local_runs.model, environment | {"RAY_ADDRESS": address})
     head.stdin.close()
     head.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def one_rank(joined_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of SMALL on one rank under Ray, which others are compared with."""
+    save = tmp_path_factory.mktemp("one-rank")
+    code, output = joined_runs.finish(save, *SMALL)
+    assert code == 0, output
+    return save

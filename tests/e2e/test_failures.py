@@ -2,27 +2,15 @@
 
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.e2e.conftest import CPUS_OF_CLUSTER, SMALL, Runs, alive, descendants
+from tests.e2e.conftest import CPUS_OF_CLUSTER, SMALL, Runs, alive, descendants, wait_for_line
 
 ENDS_WITHIN_S = 15.0
-
-
-def wait_for_line(driver: subprocess.Popen[str], text: str) -> str:
-    """Read the driver's output until a line holds `text`."""
-    assert driver.stdout is not None
-    seen = ""
-    for line in driver.stdout:
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"the run ended before {text!r}:\n{seen}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -33,14 +33,6 @@ def test_quickstart_learns_and_leaves_everything_a_user_expects(local_runs: Runs
     assert yaml.safe_load((save / "config.yaml").read_text(encoding="utf-8"))["optimizer"]["lr"] == 1e-3
 
 
-@pytest.fixture(scope="module")
-def one_rank(joined_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save = tmp_path_factory.mktemp("one-rank")
-    code, output = joined_runs.finish(save, *SMALL)
-    assert code == 0, output
-    return save
-
-
 def test_resolved_config_of_a_run_reproduces_every_metric_bit_for_bit(joined_runs: Runs, one_rank: Path, tmp_path: Path) -> None:
     code, output = joined_runs.finish(
         tmp_path / "again", "--config", str(one_rank / "config.yaml"), "--save", str(tmp_path / "again")

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from slime_ppo.config.roles import RoleName
-from slime_ppo.launch import _claim_run_folder, _start_role
+from slime_ppo.launch import _claim_run_folder
+from slime_ppo.orchestration.ray_launcher import _start_role
 from slime_ppo.orchestration.worker_settings import worker_settings
 from tests.helpers.configs import make_config
 

@@ -119,6 +119,11 @@ def test_driver_side_imports_no_torch() -> None:
     assert _loaded_after("\n".join(f"import {name}" for name in names)) <= {"ray"}
 
 
+def test_launch_without_ray_imports_no_ray_and_the_driver_no_torch() -> None:
+    names = ("launch", "orchestration.local", "orchestration.local_ranks", "orchestration.local_world", "orchestration.rank_role")
+    assert _loaded_after("\n".join(f"import slime_ppo.{name}" for name in names)) == set()
+
+
 def test_package_and_help_import_nothing_heavy() -> None:
     show_help = """
 import runpy

@@ -5,11 +5,12 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from slime_ppo.backends.megatron.device import collective_backend, prepare_megatron
+from slime_ppo.errors import ParallelError
 from slime_ppo.parallel.layout import ParallelLayout
-from slime_ppo.parallel.worker_settings import RankSettings
+from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind, RankSettings
 
 _STORE_SCHEME = "store://"
 
@@ -24,9 +25,16 @@ def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
     if settings.device == "cuda":
         torch.cuda.set_device(0)  # the launcher leaves one visible device to each rank
     os.environ.update(RANK=str(settings.rank), WORLD_SIZE=str(layout.num_ranks), LOCAL_RANK="0")  # read by megatron-core
-    _join(settings, layout.num_ranks)
+    if settings.init_method != STANDING_GROUP:
+        _join(settings, layout.num_ranks)
     init_parallel_state(layout, settings.seed)
     return torch.device(settings.device)
+
+
+def join_process_group(store: Store, *, rank: int, num_ranks: int, device: DeviceKind, timeout_s: float) -> None:
+    """Join the process group that all roles of this process will share (STANDING_GROUP). Every rank calls it once."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(collective_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def serve_store(host: str) -> tuple[TCPStore, str]:
@@ -53,13 +61,34 @@ def _join(settings: RankSettings, world_size: int) -> None:
 
 
 def init_parallel_state(layout: ParallelLayout, seed: int) -> None:
-    """Megatron's groups for `layout` within the process group that stands, and its random streams."""
+    """Megatron's groups for `layout` within the process group that stands, and its random streams.
+
+    A second role of the same process shares the groups of the first. Raises ParallelError when it has another layout.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp_size,
-        context_parallel_size=layout.cp_size,
-        create_gloo_process_groups=False,
-    )
+    if parallel_state.model_parallel_is_initialized():
+        _check_shared(layout)
+    else:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp_size,
+            context_parallel_size=layout.cp_size,
+            create_gloo_process_groups=False,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
+
+
+def _check_shared(layout: ParallelLayout) -> None:
+    from megatron.core import parallel_state
+
+    for what, found, asked in (
+        ("ranks", dist.get_world_size(), layout.num_ranks),
+        ("ranks per tensor-parallel group", parallel_state.get_tensor_model_parallel_world_size(), layout.tp_size),
+        ("ranks per context-parallel group", parallel_state.get_context_parallel_world_size(), layout.cp_size),
+    ):
+        if found != asked:
+            raise ParallelError(
+                f"a role asks for {asked} {what}, the process it shares with another role has {found}: roles of one process must "
+                "have equal layouts"
+            )

@@ -25,8 +25,9 @@ from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
 from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
-from slime_ppo.errors import ConversionError  # noqa: E402
+from slime_ppo.errors import ConversionError, ParallelError  # noqa: E402
 from slime_ppo.parallel.layout import ParallelLayout  # noqa: E402
+from slime_ppo.parallel.worker_settings import STANDING_GROUP  # noqa: E402
 from slime_ppo.types.micro_batch import MicroBatch  # noqa: E402
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled  # noqa: E402
 from slime_ppo.types.stats import Stats, merge_stats  # noqa: E402
@@ -68,9 +69,8 @@ def _start_actor(case: Case) -> ActorRole:
 def _start(case: Case) -> tuple[ActorRole, CriticRole]:
     """Both roles in this process: the critic joins what the actor has brought up."""
     rank = dist.get_rank()
-    actor = _start_actor(case)
-    with patch("slime_ppo.backends.megatron.role.init_rank", return_value=torch.device("cpu")):
-        return actor, CriticRole(case.settings(rank, "critic"), case.ppo)
+    actor, settings = _start_actor(case), case.settings(rank, "critic")
+    return actor, CriticRole(replace(settings, rank=replace(settings.rank, init_method=STANDING_GROUP)), case.ppo)
 
 
 def _gathered(value: object) -> list:
@@ -345,3 +345,16 @@ def value_head_after_loading_without_one(case: Case) -> tuple[np.ndarray, np.nda
         critic.micro_batches(make_batch(), np.arange(7)), lambda one, out: {"values": out.reshape(-1)[one.positions]}
     )
     return critic.model.output_layer.weight.detach().numpy().copy(), part.columns["values"]
+
+
+def second_role_of_another_layout(case: Case, tp_size: int) -> str:
+    """What a critic that shares this process with the actor is told when its tensor-parallel size is another."""
+    actor, rank = _start_actor(case), dist.get_rank()
+    settings = case.settings(rank, "critic")
+    layout = replace(settings.layout, tp_size=tp_size)
+    shared = replace(settings, layout=layout, rank=replace(settings.rank, init_method=STANDING_GROUP))
+    try:
+        CriticRole(shared, case.ppo)
+    except ParallelError as error:
+        return str(error)
+    return f"no error beside {type(actor).__name__}"

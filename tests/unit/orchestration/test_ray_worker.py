@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from slime_ppo.orchestration.rank_role import RankRole
 from slime_ppo.orchestration.ray_worker import RankProcess
 
 
@@ -21,18 +22,21 @@ class Batch:
         return ("whole", *parts)
 
 
-@pytest.mark.parametrize("role", ["_actor", "_critic"])
-def test_compute_advantages_is_asked_of_the_role_that_the_process_has(role: str) -> None:
+def rank_process(started: Role | None) -> Any:
     process: Any = RankProcess.__new__(RankProcess)
-    process._actor = process._critic = None
+    process._rank = RankRole()
+    process._rank._started = started
+    return process
+
+
+def test_compute_advantages_is_asked_of_the_role_that_the_process_has() -> None:
     asked = Role()
-    setattr(process, role, asked)
+    process = rank_process(asked)
     assert process.compute_advantages(0.25, Batch(), "log-probs") == ("part", "stats")
     assert asked.asked == [(("whole", "log-probs"), 0.25)]
 
 
 def test_compute_advantages_of_a_process_that_is_no_role_yet_is_an_error() -> None:
-    process: Any = RankProcess.__new__(RankProcess)
-    process._actor = process._critic = None
+    process = rank_process(None)
     with pytest.raises(RuntimeError, match="has not been started"):
         process.compute_advantages(0.25, Batch())

@@ -1,0 +1,285 @@
+"""Training without Ray: the ranks that torchrun has started, or one rank alone. Rank 0 is the driver, too.
+
+The loop, the roles, the weight sync and the engine are the same as under Ray, and so are the numbers.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from slime_ppo.config.launcher import launcher_text
+from slime_ppo.config.roles import RoleName
+from slime_ppo.config.root import Config
+from slime_ppo.errors import EchoedError
+from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
+from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
+from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
+from slime_ppo.orchestration.protocols import BatchHandle, RunningRoles
+from slime_ppo.orchestration.rank_role import import_megatron
+from slime_ppo.orchestration.worker_settings import worker_settings
+from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
+from slime_ppo.rollout.engine import EngineHealth, EnginePart
+from slime_ppo.types.rollout_batch import RolloutBatch
+from slime_ppo.types.sample import GenerateRequest, GenerateResult
+from slime_ppo.types.stats import Stats, merge_stats
+from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
+from slime_ppo.weight_sync.colocated import ColocatedSync, check_bucket
+
+if TYPE_CHECKING:
+    from slime_ppo.rollout.embedded.engine import EmbeddedEngine
+
+_log = logging.getLogger(__name__)
+
+
+class LocalRanks:
+    """All ranks, commanded from rank 0. A failure anywhere ends the run: what is left of the ranks is out of step."""
+
+    def __init__(self, world: LocalWorld, start: RankStart) -> None:
+        self._world = world
+        self._in_step = False
+        self._channel = RankChannel(world, start)
+        self._own = LocalRank(self._channel)
+        self._watch = FailureWatch(world)
+        self._in_step = True
+
+    def call(self, phase: str, method: str, *arguments: object) -> list[Any]:
+        """Run a method of LocalRank on every rank: the results in rank order. Raises the most telling of the ranks' errors."""
+        command = Command(method, arguments)
+        self._in_step = False
+        try:
+            self._channel.command(command)
+            results = self._channel.answers(self._own.run(command))
+        except Interrupted as interrupt:
+            self._watch.stop()
+            # torchrun ends the other ranks with a signal when one has failed
+            if not self._world.failures():
+                raise
+            raise self._world.most_telling(EchoedError(f"stopped by {interrupt}"), phase) from interrupt
+        except Exception as error:
+            self._watch.stop()
+            ignore_interrupts()  # torchrun's, on the way out: they would hide the cause
+            raise self._world.most_telling(error, phase) from error
+        self._in_step = True
+        return results
+
+    def batch(self, number: int) -> RolloutBatch:
+        """A rollout as far as it has come."""
+        return self._own.batches[number]
+
+    def close(self, exit_code: int) -> None:
+        """Let the other ranks go. Those that are left in a command notice when this process ends."""
+        self._watch.stop()
+        self._world.end(exit_code)
+        if not self._in_step:
+            return
+        try:
+            self._channel.command(None)
+            self._channel.close()
+        except RuntimeError:
+            _log.exception("a rank had left before the run ended")
+
+
+class LocalTrainGroup:
+    """One role on all ranks, behind the TrainGroup protocol. A handle's batch is the number under which the ranks keep it."""
+
+    def __init__(self, ranks: LocalRanks, role: RoleName, numbers: Iterator[int], *, bucket_bytes: int) -> None:
+        self.role = role
+        self._ranks = ranks
+        self._numbers = numbers
+        self._bucket_bytes = bucket_bytes
+
+    def put(self, batch: RolloutBatch) -> BatchHandle:
+        number = next(self._numbers)
+        self._call("rollout to the ranks", "put", number, batch)
+        return BatchHandle(number)
+
+    def fetch(self, handle: BatchHandle) -> RolloutBatch:
+        return self._ranks.batch(_number(handle))
+
+    def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
+        after = next(self._numbers)
+        stats = self._call("log-probs", "compute_log_probs", _number(handle), after)
+        return BatchHandle(after), merge_stats(stats)
+
+    def compute_advantages(self, handle: BatchHandle, kl_coef: float) -> tuple[BatchHandle, Stats]:
+        after = next(self._numbers)
+        stats = self._call("advantages", "compute_advantages", self.role, _number(handle), after, kl_coef)
+        return BatchHandle(after), merge_stats(stats)
+
+    def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
+        per_rank = self._call("training", "train", self.role, _number(handle), plan, tuple(learning_rates))
+        return [merge_stats(step) for step in zip(*per_rank, strict=True)]
+
+    def wake(self) -> None:
+        self._call("wake", "wake", self.role)
+
+    def offload(self) -> None:
+        self._call("offload", "offload", self.role)
+
+    def resident_bytes(self) -> int:
+        return sum(self._call("memory report", "resident_bytes", self.role))
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """The weights as Hugging Face tensors."""
+        specs: tuple[TensorSpec, ...] = self._call("manifest", "manifest", self.role)[0]
+        return specs
+
+    def export_bucket(self, bucket: Bucket) -> np.ndarray:
+        """The bucket's bytes, gathered over the ranks."""
+        flat: np.ndarray = self._call("weight export", "export_bucket", self.role, bucket)[0]
+        return flat
+
+    def save_hf(self, folder: str) -> None:
+        self._call("saving weights", "save_hf", self.role, os.path.abspath(folder), self._bucket_bytes)
+
+    def _call(self, phase: str, method: str, *arguments: object) -> list[Any]:
+        return self._ranks.call(f"{self.role} {phase}", method, *arguments)
+
+
+class LocalRolloutEngine:
+    """`RolloutEngine` in the driver's own process, which rank 0 of the roles shares."""
+
+    returns_support: ClassVar[bool] = True
+
+    def __init__(self, engine: "EmbeddedEngine") -> None:
+        self._engine = engine
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        with _without_deterministic_mode():
+            return self._engine.generate(requests)
+
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def wake(self, parts: EnginePart) -> None:
+        self._engine.wake(parts)
+
+    def offload(self, parts: EnginePart) -> None:
+        self._engine.offload(parts)
+
+    def weight_version(self) -> int:
+        return self._engine.weight_version()
+
+    def health(self) -> EngineHealth:
+        return self._engine.health()
+
+    def begin_update(self, manifest: tuple[TensorSpec, ...], version: int, *, bucket_bytes: int) -> None:
+        self._engine.begin_update(manifest, version, bucket_bytes=bucket_bytes)
+
+    def load_bucket(self, index: int, flat: np.ndarray) -> None:
+        self._engine.load_bucket(index, flat)
+
+    def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
+        check_bucket(self._engine, bucket, flat)
+
+    def end_update(self) -> int:
+        return self._engine.end_update()
+
+
+class LocalLauncher:
+    """Brings the ranks up on entry of `start`; on exit lets them go with the exit code that the run's error means."""
+
+    returns_support: ClassVar[bool] = LocalRolloutEngine.returns_support
+
+    def __init__(self, config: Config, world: LocalWorld) -> None:
+        self._config = config
+        self._world = world
+        self._ranks: LocalRanks | None = None
+
+    @property
+    def description(self) -> str:
+        return launcher_text("local", self._world.place)
+
+    def __enter__(self) -> "LocalLauncher":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        code = 0 if error is None else error.exit_code if isinstance(error, Interrupted) else 1
+        if self._ranks is None:
+            self._world.end(code)
+        else:
+            self._ranks.close(code)
+
+    def start(self, where: Callable[[], str]) -> RunningRoles:
+        """Build both roles on all ranks, one after the other, and the engine on rank 0."""
+        config = self._config
+        log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
+        device = self._prepare_process(log_dir)
+        ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
+        actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
+        temperature = config.rollout.rollout_temperature
+        ranks.call("actor start-up", "start_actor", actor, config.ppo, config.correction, temperature)
+        for settings in critic:
+            ranks.call("critic start-up", "start_critic", settings, config.ppo)
+        numbers = count()
+        bucket_bytes = config.rollout.weight_bucket_bytes
+        groups = {role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes) for role in config.roles}
+        engine = self._start_engine(device)
+        return RunningRoles(
+            groups=groups,
+            engine=engine,
+            sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
+            check_alive=self._world.check_alive,
+        )
+
+    def _prepare_process(self, log_dir: str) -> DeviceKind:
+        """This process becomes a rank: library noise to a log, the device chosen, Megatron imported."""
+        noise = logging.FileHandler(Path(log_dir) / "rank-0.log", mode="w", encoding="utf-8")
+        noise.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+        logging.getLogger().handlers = [noise]
+        quiet_libraries()
+        own_device_only(self._world.place)
+        asked = self._config.cluster.device
+        import torch
+
+        device: DeviceKind = asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        return device
+
+    def _announced(self, log_dir: str, device: DeviceKind) -> RankStart:
+        """Let the other ranks begin, and do the slow part of a start beside them."""
+        start = RankStart(log_dir, device, timeout_s=self._config.cluster.call_timeout_s)
+        self._world.start(start)
+        import_megatron(device)
+        self._world.wait_for_ranks(self._config.cluster.worker_start_timeout_s)
+        return start
+
+    def _start_engine(self, device: DeviceKind) -> LocalRolloutEngine:
+        from slime_ppo.rollout.embedded.engine import EmbeddedEngine
+
+        config = self._config
+        engine = EmbeddedEngine(
+            os.path.abspath(config.model.hf_checkpoint),
+            dtype=config.model.dtype,
+            device=device,
+            trust_remote_code=config.model.trust_remote_code,
+            num_threads=config.cluster.num_threads_per_rank,
+        )
+        if config.cluster.offload:
+            engine.offload(EnginePart.ALL)
+        return LocalRolloutEngine(engine)
+
+
+@contextmanager
+def _without_deterministic_mode() -> Iterator[None]:
+    """The engine computes as in a process of its own: the roles' deterministic mode refuses operations that sampling needs."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _number(handle: BatchHandle) -> int:
+    if not isinstance(handle.batch, int):
+        raise TypeError(f"a handle of another group: its batch is {type(handle.batch).__name__}, expected a number")
+    return handle.batch
