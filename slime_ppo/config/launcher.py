@@ -62,6 +62,7 @@ def _check_local_ranks(config: Config, place: RankPlace) -> None:
         for what, ours, theirs in (
             ("ranks", actor.num_ranks, critic.num_ranks),
             ("ranks per tensor-parallel group", actor.tp_size, critic.tp_size),
+            ("ranks per context-parallel group", actor.cp_size, critic.cp_size),
         ):
             if ours != theirs:
                 raise ConfigError(
