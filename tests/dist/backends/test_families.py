@@ -38,7 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     for family in TINY_FAMILIES:
         for tie in (True, False):
             root = tmp_path_factory.mktemp(family)
-            policy, critic = (make_tiny_family(root / name, family, tie=tie, seed=seed) for seed, name in enumerate(("policy", "critic")))
+            policy = make_tiny_family(root / "policy", family, tie=tie, seed=0)
+            critic = make_tiny_family(root / "critic", family, tie=tie, seed=1)
             weights = load_file(critic / "model.safetensors")
             weights["score.weight"] = 0.2 * np.random.default_rng(4).standard_normal((1, 64)).astype(np.float32)
             save_file(weights, critic / "model.safetensors", metadata={"format": "pt"})
