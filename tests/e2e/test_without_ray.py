@@ -15,12 +15,13 @@ TP2 = (*TWO_RANKS, "--tensor-model-parallel-size", "2")
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
-    """The same rewards in all rollouts, and every metric to 1e-5; beside 0 to float32's grain. Memory is not compared."""
+    """The same rewards in all rollouts, and every metric to 1e-5; beside 0 to float32's grain, per token."""
     for found, expected in zip(metrics_of(ours), metrics_of(theirs), strict=True):
         assert found.keys() == expected.keys()
         assert found["rollout/raw_reward"] == expected["rollout/raw_reward"]
         for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=1e-5, abs=2e-6), name
+            num_tokens = 16 if name == "rollout/kl_trajectory" else 1  # a sum over a response of small differences
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=2e-6 * num_tokens), name
 
 
 def test_one_rank_alone_gives_the_numbers_of_ray(local_runs: Runs, one_rank: Path, tmp_path: Path) -> None:
