@@ -35,9 +35,9 @@ class Section:
 
 SECTIONS = {
     "1": Section("log-probs over the vocabulary", vocab.cases, 2 << 30),
-    "2": Section("log-probs from hidden states", linear.cases, 3 << 30),
+    "2": Section("log-probs from hidden states", linear.cases, 2 << 30),
     "3": Section("generalised advantages", gae.cases, 1 << 28),
-    "4": Section("log-probs over the support", supports.cases, 9 << 29),
+    "4": Section("log-probs over the support", supports.cases, 3 << 30),
     "5": Section("balancing and packing", balancing.cases, 1 << 26),
     "6": Section("whitening", whitening.cases, 1 << 26),
 }

@@ -221,6 +221,7 @@ class _Recorder:
 
 def _child(copy: Path, tests: Sequence[str]) -> None:
     """Runs in the forked process: pytest on the copy, its verdict in a file."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     with (copy / "output").open("w") as output:
         os.dup2(output.fileno(), 1)
@@ -312,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unfit or not mutations:
         print(*(unfit or ["no mutation to try"]), sep="\n")
         return 2
+    # children lead groups of their own, which only run_trials ends
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["OMP_NUM_THREADS"] = "1"
     _preload(options.preload)
     return check(root, mutations, jobs=options.jobs, timeout_s=options.timeout)

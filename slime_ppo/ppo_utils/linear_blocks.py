@@ -53,7 +53,7 @@ class BlockPlan:
         if hidden.device.type != "cpu":
             return BlockPlan(rows=2048, columns=8192, held_rows=1024, dtype=hidden.dtype)
         dtype = hidden.dtype if _multiplies(hidden.dtype) else torch.float32
-        return BlockPlan(rows=256, columns=8192, held_rows=128, dtype=dtype)
+        return BlockPlan(rows=256, columns=4096, held_rows=128, dtype=dtype)
 
     def row_blocks(self, num_rows: int) -> list[slice]:
         """Slices of the states; one that is empty when there are none."""
@@ -159,11 +159,15 @@ def block_gradients(
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
     """total += left @ right, in place, the product rounded to the dtype of `total` only; the `first` replaces what is there."""
     with without_autocast(total):
-        if total.dtype == left.dtype or not total.is_cuda:
-            total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=0 if first else 1)
-        else:
+        if total.dtype == left.dtype:
+            total.addmm_(left, right, beta=0 if first else 1)
+        elif torch.promote_types(total.dtype, left.dtype) == left.dtype:  # a narrow total: multiplied and added wide, rounded once
+            total.copy_(left @ right if first else total.to(left.dtype).addmm_(left, right))
+        elif total.is_cuda:
             product = torch.mm(left, right, out_dtype=total.dtype)
             total.copy_(product) if first else total.add_(product)
+        else:
+            total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=0 if first else 1)
 
 
 def without_autocast(on: Tensor) -> torch.autocast:

@@ -196,5 +196,6 @@ def keep_freed_memory(num_bytes: int) -> None:
     libc = ctypes.CDLL(None)
     if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1)):
         raise SystemExit("this C library has no mallopt of glibc's kind; expected glibc, which torch's Linux wheels need")
+    gc.collect()
     libc.malloc_trim(0)
     torch.zeros(num_bytes, dtype=torch.uint8)
