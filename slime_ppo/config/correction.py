@@ -7,7 +7,7 @@ rho is the ratio of the old policy to the engine's, of a token or of a whole sam
 from dataclasses import dataclass, replace
 
 from slime_ppo.config.fields import option
-from slime_ppo.ppo_utils.off_policy_stats import CorrectionLevel, CorrectionMode, Rejection
+from slime_ppo.ppo_utils.off_policy_stats import CorrectionLevel, CorrectionMode, CorrectionSettings, Rejection
 
 _REACHES_1 = "rho is 1 where engine and trainer agree: a range without 1 throws such tokens away"
 
@@ -87,6 +87,21 @@ class CorrectionConfig:
             high=_default(self.high, 5.0 if self.mode == "icepop" else None),
             rejection_low=_default(self.rejection_low, rejected[0]),
             rejection_high=_default(self.rejection_high, rejected[1]),
+        )
+
+    @property
+    def settings(self) -> CorrectionSettings:
+        """What ppo_utils computes with, defaults filled in."""
+        bounds = self.resolved
+        return CorrectionSettings(
+            mode=bounds.mode,
+            level=bounds.level,
+            cap=bounds.cap,
+            low=bounds.low,
+            high=bounds.high,
+            rejection=bounds.rejection,
+            rejection_low=bounds.rejection_low,
+            rejection_high=bounds.rejection_high,
         )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from slime_ppo.backends.megatron.collectives import data_parallel_group, sum_numbers
 from slime_ppo.config.correction import CorrectionConfig
-from slime_ppo.ppo_utils.off_policy import CorrectionSettings, rollout_correction, rollout_mismatch
+from slime_ppo.ppo_utils.off_policy import rollout_correction, rollout_mismatch
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch, filled
 from slime_ppo.types.stats import Stats
 
@@ -16,23 +16,12 @@ def correction_columns(mine: RolloutBatch, correction: CorrectionConfig) -> Mapp
     """`rollout_weights` and `rejected` of these samples, which hold old log-probs; nothing when no correction is chosen."""
     if not correction.active:
         return {}
-    bounds = correction.resolved
-    settings = CorrectionSettings(
-        mode=bounds.mode,
-        level=bounds.level,
-        cap=bounds.cap,
-        low=bounds.low,
-        high=bounds.high,
-        rejection=bounds.rejection,
-        rejection_low=bounds.rejection_low,
-        rejection_high=bounds.rejection_high,
-    )
     found = rollout_correction(
         torch.tensor(filled(mine.old_log_probs)),
         torch.tensor(mine.rollout_log_probs),
         torch.tensor(mine.loss_mask),
         torch.tensor(mine.response_lens),
-        settings,
+        correction.settings,
     )
     return {"rollout_weights": found.weights.numpy(), "rejected": found.rejected.numpy()}
 

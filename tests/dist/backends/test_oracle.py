@@ -53,7 +53,7 @@ def _settings(case: Case) -> ReferenceSettings:
         normalize_advantages=ppo.whitens,
         whiten_each_step=ppo.whiten_domain == "step",
         policy_loss=ppo.policy_loss,
-        correction=_correction(case.correction) if case.correction.active else None,
+        correction=case.correction.settings if case.correction.active else None,
         eps_clip=ppo.clip_low,
         eps_clip_high=ppo.clip_high,
         eps_clip_c=ppo.eps_clip_c,
@@ -68,20 +68,6 @@ def _settings(case: Case) -> ReferenceSettings:
         use_unbiased_kl=ppo.use_unbiased_kl,
         loss_reduction=ppo.reduction,
         loss_length_norm=ppo.loss_length_norm or 1.0,
-    )
-
-
-def _correction(chosen: CorrectionConfig) -> CorrectionSettings:
-    bounds = chosen.resolved
-    return CorrectionSettings(
-        mode=bounds.mode,
-        level=bounds.level,
-        cap=bounds.cap,
-        low=bounds.low,
-        high=bounds.high,
-        rejection=bounds.rejection,
-        rejection_low=bounds.rejection_low,
-        rejection_high=bounds.rejection_high,
     )
 
 
