@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from slime_ppo.config.algorithm_checks import check_algorithm
 from slime_ppo.config.checked import Checked, cite_restrictions
 from slime_ppo.config.fields import shown
+from slime_ppo.config.layout_checks import check_layout, check_layout_of_model
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import OPTION_BY_KEY, Config
 from slime_ppo.config.unused import unused_options
 from slime_ppo.errors import ConfigError
-
-_ONE_ONLY = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.expert_model_parallel_size",
-)
 
 
 def check_config(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
@@ -34,7 +30,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         check_algorithm,
         _check_reward,
         _check_sampler,
-        _check_layout,
+        check_layout,
         _check_batch,
         _check_micro_batch,
         _check_schedule,
@@ -56,22 +52,9 @@ def check_engine_support(config: Config, *, returns_support: bool) -> None:
 
 
 def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor") -> None:
-    """Refuse a tensor-parallel size or a length that the role's model does not allow. Raises ConfigError."""
-    settings = config.role(role)
-    prefix = "--critic-" if role == "critic" else "--"
-    for what, count in (
-        ("attention heads", shape.num_attention_heads),
-        ("key-value heads", shape.num_query_groups),
-        ("FFN columns", shape.ffn_hidden_size),
-    ):
-        if count % settings.tp_size:
-            counts = math.gcd(shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size)
-            works = [size for size in range(1, settings.tp_size) if not counts % size]
-            raise ConfigError(
-                f"{prefix}tensor-model-parallel-size {settings.tp_size} of the {role} does not divide the {count} {what} of "
-                f"{settings.hf_folder}. Use {' or '.join(map(str, works))}"
-            )
-    _check_lengths(config, shape, settings.hf_folder)
+    """Refuse parallel sizes or a length that the role's model does not allow. Raises ConfigError."""
+    check_layout_of_model(config.role(role), shape)
+    _check_lengths(config, shape, config.role(role).hf_folder)
 
 
 def _check_lengths(config: Config, shape: ModelShape, folder: str) -> None:
@@ -144,43 +127,6 @@ def _check_sampler(checked: Checked) -> None:
         )
 
 
-def _check_layout(checked: Checked) -> None:
-    parallel = checked.config.parallel
-    for key in _ONE_ONLY:
-        if checked.values[key] != 1:
-            raise ConfigError(f"{checked.cite(key)}: not in this version, which has tensor, context and data parallelism. Use 1")
-    for role in checked.config.roles:
-        settings = checked.config.role(role)
-        if settings.num_ranks % (settings.tp_size * settings.cp_size):
-            raise ConfigError(_uneven_ranks(settings))
-    widest = max(checked.config.role(role).tp_size for role in checked.config.roles)
-    if parallel.sequence_parallel is False and widest > 1:
-        raise ConfigError(
-            f"--no-sequence-parallel with tensor-parallel size {widest}: not in this version, where tensor parallelism always "
-            "comes with sequence parallelism. Leave the option out"
-        )
-    if parallel.sequence_parallel and widest == 1:
-        raise ConfigError(
-            f"{checked.cite('parallel.sequence_parallel')} with tensor-parallel size 1 in every role: there is nothing to split. "
-            "Leave it out, or raise --tensor-model-parallel-size"
-        )
-
-
-def _uneven_ranks(settings: RoleSettings) -> str:
-    """Why the role's ranks cannot be split into its tensor- and context-parallel groups, and what would do."""
-    prefix, flag = ("--critic-", "--critic-") if settings.role == "critic" else ("--", "--actor-")
-    needed = settings.tp_size * settings.cp_size
-    sizes = f"{prefix}tensor-model-parallel-size {settings.tp_size}"
-    if settings.cp_size > 1:
-        sizes += f" x {prefix}context-parallel-size {settings.cp_size} = {needed}"
-    works = [size for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size]
-    return (
-        f"the {settings.role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
-        f"{settings.num_ranks_per_node}), which {sizes} does not divide. Use {' or '.join(map(str, works))}, or "
-        f"{-(-settings.num_ranks // needed) * needed} ranks"
-    )
-
-
 def _check_batch(checked: Checked) -> None:
     config = checked.config
     samples, batch = config.samples_per_rollout, config.batch.global_batch_size
@@ -209,8 +155,12 @@ def _check_batch(checked: Checked) -> None:
 
 def _shared_ranks(settings: RoleSettings) -> str:
     """The division that makes the data-parallel size."""
-    context = f" / context-parallel size {settings.cp_size}" if settings.cp_size > 1 else ""
-    return f"{settings.num_ranks} ranks / tensor-parallel size {settings.tp_size}{context}"
+    further = "".join(
+        f" / {what} size {size}"
+        for what, size in (("context-parallel", settings.cp_size), ("pipeline-parallel", settings.pp_size))
+        if size > 1
+    )
+    return f"{settings.num_ranks} ranks / tensor-parallel size {settings.tp_size}{further}"
 
 
 def _check_micro_batch(checked: Checked) -> None:

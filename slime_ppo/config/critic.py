@@ -54,6 +54,38 @@ class CriticConfig:
         default_text="same as --tensor-model-parallel-size",
         at_least=1,
     )
+    pipeline_model_parallel_size: int | None = option(
+        None,
+        flag="--critic-pipeline-model-parallel-size",
+        help="ranks that share the layers, one after the other",
+        unit="ranks",
+        default_text="same as --pipeline-model-parallel-size",
+        at_least=1,
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None,
+        flag="--critic-num-virtual-stages-per-pipeline-rank",
+        help="stages on each pipeline rank",
+        unit="stages",
+        default_text="same as --num-virtual-stages-per-pipeline-rank",
+        at_least=1,
+    )
+    expert_model_parallel_size: int | None = option(
+        None,
+        flag="--critic-expert-model-parallel-size",
+        help="ranks that share the experts of a layer",
+        unit="ranks",
+        default_text="same as --expert-model-parallel-size",
+        at_least=1,
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        flag="--critic-expert-tensor-parallel-size",
+        help="ranks that share each expert's matrices",
+        unit="ranks",
+        default_text="same as --expert-tensor-parallel-size",
+        at_least=1,
+    )
     context_parallel_size: int | None = option(
         None,
         flag="--critic-context-parallel-size",

@@ -48,9 +48,12 @@ def placement_text(config: Config) -> str:
 
 
 def _sizes(role: RoleSettings) -> str:
-    """The factors of a role's ranks, in Megatron's rank order."""
+    """The factors of a role's ranks, in Megatron's rank order; those that are 1 are left out, but for TP and DP."""
     context = f" x CP {role.cp_size}" if role.cp_size > 1 else ""
-    return f"TP {role.tp_size}{context} x DP {role.dp_size}"
+    pipeline = f" x PP {role.pp_size}" if role.pp_size > 1 else ""
+    virtual = f" ({role.vpp_size} virtual stages each)" if role.vpp_size > 1 else ""
+    experts = f"; experts: ETP {role.etp_size} x EP {role.ep_size} x DP {role.layout.expert_dp_size}" if role.ep_size > 1 else ""
+    return f"TP {role.tp_size}{context} x DP {role.dp_size}{pipeline}{virtual}{experts}"
 
 
 def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelShape) -> str:

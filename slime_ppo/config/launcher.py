@@ -59,11 +59,16 @@ def _check_local_ranks(config: Config, place: RankPlace) -> None:
     actor = config.role("actor")
     if config.has_critic:
         critic = config.role("critic")
-        for what, ours, theirs in (
-            ("ranks", actor.num_ranks, critic.num_ranks),
-            ("ranks per tensor-parallel group", actor.tp_size, critic.tp_size),
-            ("ranks per context-parallel group", actor.cp_size, critic.cp_size),
+        for what, name in (
+            ("ranks", "num_ranks"),
+            ("ranks per tensor-parallel group", "tp_size"),
+            ("ranks per context-parallel group", "cp_size"),
+            ("pipeline stages", "pp_size"),
+            ("virtual stages per rank", "vpp_size"),
+            ("ranks per expert-parallel group", "ep_size"),
+            ("ranks per expert", "etp_size"),
         ):
+            ours, theirs = getattr(actor.layout, name), getattr(critic.layout, name)
             if ours != theirs:
                 raise ConfigError(
                     f"the actor has {ours} {what}, the critic {theirs}: without Ray both live in the same processes and share "

@@ -45,6 +45,7 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
 
     @staticmethod
     def from_hf_folder(path: str | Path) -> "ModelShape":

@@ -7,7 +7,8 @@ from slime_ppo.config.fields import option
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """World size = nodes x ranks per node = tensor parallel x context parallel x data parallel."""
+    """World size = nodes x ranks per node = tensor x context x data x pipeline parallel. The experts of a mixture share out the
+    same ranks anew: expert tensor x expert x expert data x pipeline parallel."""
 
     actor_num_nodes: int = option(
         1, help="ranks = nodes x ranks per node; Ray packs them on as few nodes as fit", unit="nodes", at_least=1
@@ -21,8 +22,16 @@ class ParallelConfig:
         help="split norms and activations over the tensor-parallel ranks too",
         default_text="on where tensor parallelism is above 1",
     )
-    pipeline_model_parallel_size: int = option(1, help="pipeline stages; only 1 in this version", unit="ranks", at_least=1)
+    pipeline_model_parallel_size: int = option(1, help="ranks that share the layers, one after the other", unit="ranks", at_least=1)
+    num_virtual_stages_per_pipeline_rank: int = option(
+        1, help="stages on each pipeline rank; more of them leave it idle for less time", unit="stages", at_least=1
+    )
     context_parallel_size: int = option(1, help="ranks that share the tokens of each sample", unit="ranks", at_least=1)
-    expert_model_parallel_size: int = option(
-        1, help="ranks that share the experts; only 1 in this version", unit="ranks", at_least=1
+    expert_model_parallel_size: int = option(1, help="ranks that share the experts of a layer", unit="ranks", at_least=1)
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        help="ranks that share each expert's matrices",
+        unit="ranks",
+        default_text="same as --tensor-model-parallel-size",
+        at_least=1,
     )

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from slime_ppo.parallel.layout import ParallelLayout
+
 RoleName = Literal["actor", "critic"]
 ROLE_NAMES: tuple[RoleName, ...] = ("actor", "critic")
 
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """One role: `num_ranks` = `tp_size` x `cp_size` x `dp_size`; LR counts are optimizer steps of this role."""
+    """One role. Sizes are those of ParallelLayout; LR counts are optimizer steps of this role."""
 
     role: RoleName
     hf_folder: str
@@ -18,6 +20,10 @@ class RoleSettings:
     num_ranks_per_node: int
     tp_size: int
     cp_size: int
+    pp_size: int
+    vpp_size: int
+    ep_size: int
+    etp_size: int
     lr: float
     min_lr: float
     lr_decay_style: Literal["constant", "linear", "cosine"]
@@ -35,6 +41,19 @@ class RoleSettings:
         return self.num_nodes * self.num_ranks_per_node
 
     @property
+    def layout(self) -> ParallelLayout:
+        """Raises ParallelError where `check_config` has not made sure that the sizes fit."""
+        return ParallelLayout(
+            num_ranks=self.num_ranks,
+            tp_size=self.tp_size,
+            cp_size=self.cp_size,
+            pp_size=self.pp_size,
+            vpp_size=self.vpp_size,
+            ep_size=self.ep_size,
+            etp_size=self.etp_size,
+        )
+
+    @property
     def dp_size(self) -> int:
         """Data-parallel size; `check_config` has made sure that it is whole."""
-        return self.num_ranks // (self.tp_size * self.cp_size)
+        return self.num_ranks // (self.tp_size * self.cp_size * self.pp_size)

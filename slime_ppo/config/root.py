@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_ppo.config.batch import BatchConfig
 from slime_ppo.config.cluster import ClusterConfig
@@ -20,6 +20,8 @@ from slime_ppo.config.roles import ROLE_NAMES, RoleName, RoleSettings
 from slime_ppo.config.rollout import RolloutConfig
 from slime_ppo.config.run import RunConfig
 from slime_ppo.config.tracking import TrackingConfig
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,11 @@ def _shared(config: Config, planned_steps: int) -> dict[str, Any]:
     }
 
 
+def _first(*given: Number | None) -> Number:
+    """The first that was given; the last always is."""
+    return next(one for one in given if one is not None)
+
+
 def _actor(config: Config) -> RoleSettings:
     return RoleSettings(
         role="actor",
@@ -131,6 +138,10 @@ def _actor(config: Config) -> RoleSettings:
         num_ranks_per_node=config.parallel.actor_num_gpus_per_node,
         tp_size=config.parallel.tensor_model_parallel_size,
         cp_size=config.parallel.context_parallel_size,
+        pp_size=config.parallel.pipeline_model_parallel_size,
+        vpp_size=config.parallel.num_virtual_stages_per_pipeline_rank,
+        ep_size=config.parallel.expert_model_parallel_size,
+        etp_size=_first(config.parallel.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size),
         lr=config.optimizer.lr,
         lr_warmup_iters=config.optimizer.lr_warmup_iters,
         clip_grad=config.optimizer.clip_grad,
@@ -140,17 +151,22 @@ def _actor(config: Config) -> RoleSettings:
 
 def _critic(config: Config) -> RoleSettings:
     critic, actor = config.critic, _actor(config)
+    tp_size = _first(critic.tensor_model_parallel_size, actor.tp_size)
     return RoleSettings(
         role="critic",
         hf_folder=actor.hf_folder if critic.load is None else critic.load,
         save_folder=f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save,
-        num_nodes=actor.num_nodes if critic.num_nodes is None else critic.num_nodes,
-        num_ranks_per_node=actor.num_ranks_per_node if critic.num_gpus_per_node is None else critic.num_gpus_per_node,
-        tp_size=actor.tp_size if critic.tensor_model_parallel_size is None else critic.tensor_model_parallel_size,
-        cp_size=actor.cp_size if critic.context_parallel_size is None else critic.context_parallel_size,
-        lr=actor.lr if critic.lr is None else critic.lr,
-        lr_warmup_iters=actor.lr_warmup_iters if critic.lr_warmup_iters is None else critic.lr_warmup_iters,
-        clip_grad=actor.clip_grad if critic.clip_grad is None else critic.clip_grad,
+        num_nodes=_first(critic.num_nodes, actor.num_nodes),
+        num_ranks_per_node=_first(critic.num_gpus_per_node, actor.num_ranks_per_node),
+        tp_size=tp_size,
+        cp_size=_first(critic.context_parallel_size, actor.cp_size),
+        pp_size=_first(critic.pipeline_model_parallel_size, actor.pp_size),
+        vpp_size=_first(critic.num_virtual_stages_per_pipeline_rank, actor.vpp_size),
+        ep_size=_first(critic.expert_model_parallel_size, actor.ep_size),
+        etp_size=_first(critic.expert_tensor_parallel_size, config.parallel.expert_tensor_parallel_size, tp_size),
+        lr=_first(critic.lr, actor.lr),
+        lr_warmup_iters=_first(critic.lr_warmup_iters, actor.lr_warmup_iters),
+        clip_grad=_first(critic.clip_grad, actor.clip_grad),
         **_shared(config, config.planned_critic_steps),
     )
 

@@ -19,14 +19,17 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a table. `{layer}` in both names is the global layer number.
+    """One line of a table. `{layer}` in both names is the global layer number, `{expert}` the global number of an expert.
 
     Rule("decoder.layers.{layer}.mlp.linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), Split.ROW)
+
+    `per_expert`: the parameter is that of one expert, so it is split over expert-tensor-parallel ranks.
     """
 
     megatron: str
     hf: tuple[str, ...]
     split: Split
+    per_expert: bool = False
 
 
 class WindowKey(Enum):

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.conversion.families import FAMILIES
-from slime_ppo.conversion.mapping import ModelFamily, Rule
+from slime_ppo.conversion.mapping import ModelFamily, Rule, Split
 from slime_ppo.errors import ConversionError
 
 Head = Literal["language_model", "value"]
@@ -22,9 +23,10 @@ class ConversionTable:
         self.shape = shape
         self.head = head
 
-    def rule(self, megatron_name: str, first_layer: int) -> Rule:
-        """The rule of a parameter by its local name; `first_layer` is the global number of the chunk's layer 0."""
-        name = _global_name(megatron_name, first_layer)
+    def rule(self, megatron_name: str, first_layer: int, first_expert: int = 0) -> Rule:
+        """The rule of a parameter by its local name; `first_layer` is the global number of the chunk's layer 0, `first_expert`
+        that of the rank's expert 0."""
+        name = _global_name(megatron_name, first_layer, first_expert)
         if name not in self.rules:
             raise ConversionError(f"the {self.shape.model_type} table has no rule for the Megatron parameter {name}")
         return self.rules[name]
@@ -46,18 +48,25 @@ class ConversionTable:
 
 
 def _expand(family: ModelFamily, shape: ModelShape, head: Head) -> dict[str, Rule]:
+    """Every rule by its global Megatron name, in the order of the model."""
     rules = list(family.rules)
     if head == "value":
         rules.append(family.value_head)
-    elif not shape.tie_word_embeddings:
+    elif shape.tie_word_embeddings:  # the last of several pipeline stages has a copy of the embedding
+        embedding = next(rule for rule in family.rules if rule.split is Split.VOCAB)
+        rules.append(replace(family.output_layer, hf=embedding.hf))
+    else:
         rules.append(family.output_layer)
     expanded: dict[str, Rule] = {}
     for rule in rules:
         for layer in range(shape.num_layers) if "{layer}" in rule.megatron else (0,):
-            name = rule.megatron.format(layer=layer)
-            expanded[name] = Rule(name, tuple(hf.format(layer=layer) for hf in rule.hf), rule.split)
+            for expert in range(shape.num_experts) if rule.per_expert else (0,):
+                name = rule.megatron.format(layer=layer, expert=expert)
+                hf = tuple(one.format(layer=layer, expert=expert) for one in rule.hf)
+                expanded[name] = replace(rule, megatron=name, hf=hf)
     return expanded
 
 
-def _global_name(local_name: str, first_layer: int) -> str:
-    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m.group(1)) + first_layer}.", local_name)
+def _global_name(local_name: str, first_layer: int, first_expert: int) -> str:
+    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", local_name)
+    return re.sub(r"\.local_experts\.(\d+)\.", lambda m: f".local_experts.{int(m[1]) + first_expert}.", name)

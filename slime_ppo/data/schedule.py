@@ -67,6 +67,7 @@ def split_rows(
     dp_size: int,
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
+    multiple_of: int = 1,
 ) -> list[list[np.ndarray]]:
     """Micro-batches of each data-parallel rank: `result[dp_rank][micro_batch]` is int64, positions in the RolloutBatch.
 
@@ -76,10 +77,13 @@ def split_rows(
     """
     rows = np.asarray(rows, np.int64)
     if micro_batch_size is not None and max_tokens is None:
-        return _split_by_count(rows, dp_size, micro_batch_size)
-    if max_tokens is not None and micro_batch_size is None:
-        return _split_by_tokens(rows, np.asarray(total_lens, np.int64)[rows], dp_size, max_tokens)
-    raise ConfigError(f"give either micro_batch_size ({micro_batch_size}) or max_tokens ({max_tokens}), not both or neither")
+        dealt = _split_by_count(rows, dp_size, micro_batch_size)
+    elif max_tokens is not None and micro_batch_size is None:
+        dealt = _split_by_tokens(rows, np.asarray(total_lens, np.int64)[rows], dp_size, max_tokens)
+    else:
+        raise ConfigError(f"give either micro_batch_size ({micro_batch_size}) or max_tokens ({max_tokens}), not both or neither")
+    missing = -len(dealt[0]) % multiple_of
+    return [mine + [rows[:0]] * missing for mine in dealt]
 
 
 def _split_by_count(rows: np.ndarray, dp_size: int, micro_batch_size: int) -> list[list[np.ndarray]]:

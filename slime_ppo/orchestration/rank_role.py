@@ -115,4 +115,4 @@ class RankRole:
     def _build_exporter(self) -> None:
         from slime_ppo.backends.megatron.export import WeightExporter
 
-        self._exporter = WeightExporter(self._role.model, self._role.table)
+        self._exporter = WeightExporter(self._role.models, self._role.table, self._role.layout)

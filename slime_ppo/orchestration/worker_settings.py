@@ -4,7 +4,6 @@ import os
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import (
     BatchSettings,
     DeviceKind,
@@ -18,7 +17,6 @@ from slime_ppo.parallel.worker_settings import (
 def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
     """One entry per rank of the role."""
     one = config.role(role)
-    layout = ParallelLayout(num_ranks=one.num_ranks, tp_size=one.tp_size, cp_size=one.cp_size)
     keeps_reference = role == "actor" and config.ppo.needs_reference
     model = ModelSettings(
         # a rank's current directory is another one than the driver's on a joined cluster
@@ -54,6 +52,6 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
     ]
     offload = config.cluster.offload
     return [
-        WorkerSettings(rank=rank, layout=layout, model=model, optimizer=optimizer, batch=batch, starts_offloaded=offload)
+        WorkerSettings(rank=rank, layout=one.layout, model=model, optimizer=optimizer, batch=batch, starts_offloaded=offload)
         for rank in ranks
     ]

@@ -7,7 +7,7 @@ import torch
 
 from slime_ppo.backends.megatron.actor_loss import ActorLoss, kl_side, present
 from slime_ppo.backends.megatron.advantages import with_advantages
-from slime_ppo.backends.megatron.collectives import sum_numbers, token_parallel_group
+from slime_ppo.backends.megatron.collectives import from_last_stage, sum_numbers, token_parallel_group
 from slime_ppo.backends.megatron.correction import add_mismatch, add_reference_kl, correction_columns, trajectories_of
 from slime_ppo.backends.megatron.lm_head import LmHead, fuse_output_layer
 from slime_ppo.backends.megatron.role import (
@@ -39,7 +39,7 @@ class ActorRole(MegatronRole):
             vocab_size=self.shape.vocab_size,
             temperature=temperature,
             entropy_support=ppo.entropy_support,
-            weight=fuse_output_layer(self.model) if settings.model.fuse_lm_head else None,
+            weight=fuse_output_layer(self.models[-1]) if settings.model.fuse_lm_head else None,
             sequence_parallel=self.layout.sequence_parallel,
         )
         self._actor_loss = ActorLoss.of(ppo)
@@ -137,8 +137,8 @@ class ActorRole(MegatronRole):
         denominator.report(stats)
         limit = self._ppo.kl_early_stop
         if limit is not None and may_stop:
-            own = [stats.sums["ppo_kl"], stats.counts["ppo_kl"]]
-            moved, count = sum_numbers(own, self.device, token_parallel_group())
+            own = [stats.sums.get("ppo_kl", 0.0), stats.counts.get("ppo_kl", 0.0)]  # seen by the last stage alone
+            moved, count = from_last_stage(sum_numbers(own, self.device, token_parallel_group()))
             if moved / count > limit:
                 stats.add_value("skipped", 1.0)
                 stats.add_value("early_stopped", 1.0)

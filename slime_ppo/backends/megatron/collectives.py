@@ -1,7 +1,8 @@
 """The groups of a role's ranks, and small reductions over them.
 
 A pass without gradients ends with whole samples: what is made of its columns is shared out over the data-parallel ranks, and the
-same on all context-parallel ranks. A training step sees tokens: each is on one rank of data x context parallel.
+same on all context-parallel ranks. A training step sees tokens: each is on one rank of data x context parallel. Only the last
+stage of a pipeline sees the model's output; what the other stages need of it comes from there.
 """
 
 from typing import Any, TypeVar
@@ -31,6 +32,17 @@ def context_parallel_group() -> dist.ProcessGroup | None:
 def tensor_parallel_group() -> dist.ProcessGroup | None:
     """Ranks that hold shards of the same vocabulary; None when there is one."""
     return _unless_alone(parallel_state.get_tensor_model_parallel_group())
+
+
+def from_last_stage(value: Shared) -> Shared:
+    """The small object of the last pipeline stage, on every stage. Collective over the stages."""
+    group = _unless_alone(parallel_state.get_pipeline_model_parallel_group())
+    if group is None:
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, group=group, group_src=group.size() - 1)
+    shared: Shared = values[0]
+    return shared
 
 
 def _unless_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

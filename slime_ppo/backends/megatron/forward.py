@@ -8,6 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from slime_ppo.backends.megatron.collectives import from_last_stage
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart
 
@@ -18,8 +19,8 @@ Loss = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
     """A pass without gradients. `head` turns the model's output into named columns; they come back as numpy arrays in
-    the order of the micro-batches' rows, of whole samples on every context-parallel rank. All ranks of the role call it with
-    equally many micro-batches."""
+    the order of the micro-batches' rows, of whole samples on every context-parallel rank and pipeline stage. All ranks of the
+    role call it with equally many micro-batches."""
     collected: list[dict[str, torch.Tensor]] = []
 
     def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
@@ -38,7 +39,7 @@ def forward_columns(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[M
         _run(chunks, micro_batches, forward_step, forward_only=True)
     rows = np.concatenate([micro_batch.rows for micro_batch in micro_batches])
     columns = {name: torch.cat([columns[name] for columns in collected]).numpy() for name in collected[0]} if collected else {}
-    return ColumnPart(rows, columns)
+    return ColumnPart(rows, from_last_stage(columns))
 
 
 def _whole_samples(micro_batch: MicroBatch, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,8 +73,9 @@ def forward_backward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[
 
 
 def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """[1, T, vocabulary shard] logits of the actor (fused: its last hidden states) in the dtype of its weights, [1, T, 1]
-    values of the critic in float32. `chunk` is a DistributedDataParallel."""
+    """Of the last stage: [1, T, vocabulary shard] logits of the actor (fused: its last hidden states) in the dtype of its
+    weights, [1, T, 1] values of the critic in float32. Of the others: their hidden states. `chunk` is a
+    DistributedDataParallel."""
     cu_seqlens = micro_batch.cu_seqlens
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -100,8 +102,9 @@ def _run(
 ) -> None:
     get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        # each stage of the rank reads all micro-batches
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(micro_batches),
         seq_length=1,  # unused with variable sequence lengths
         micro_batch_size=1,

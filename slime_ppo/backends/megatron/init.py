@@ -72,7 +72,11 @@ def init_parallel_state(layout: ParallelLayout, seed: int) -> None:
     else:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp_size,
+            pipeline_model_parallel_size=layout.pp_size,
+            virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
             context_parallel_size=layout.cp_size,
+            expert_model_parallel_size=layout.ep_size,
+            expert_tensor_parallel_size=layout.etp_size,
             create_gloo_process_groups=False,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -86,6 +90,10 @@ def _check_shared(layout: ParallelLayout) -> None:
         ("ranks", dist.get_world_size(), layout.num_ranks),
         ("ranks per tensor-parallel group", parallel_state.get_tensor_model_parallel_world_size(), layout.tp_size),
         ("ranks per context-parallel group", parallel_state.get_context_parallel_world_size(), layout.cp_size),
+        ("pipeline stages", parallel_state.get_pipeline_model_parallel_world_size(), layout.pp_size),
+        ("virtual stages per rank", parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1, layout.vpp_size),
+        ("ranks per expert-parallel group", parallel_state.get_expert_model_parallel_world_size(), layout.ep_size),
+        ("ranks per expert", parallel_state.get_expert_tensor_parallel_world_size(), layout.etp_size),
     ):
         if found != asked:
             raise ParallelError(

@@ -19,7 +19,8 @@ from slime_ppo.types.micro_batch import MicroBatch
 
 @dataclass(frozen=True)
 class LmHead:
-    """`weight`: this rank's rows of the output layer when it is fused, None when the model's output is logits."""
+    """`weight`: this rank's rows of the output layer when it is fused, None when the model's output is logits. Asked on the
+    last pipeline stage alone."""
 
     vocab_size: int
     temperature: float
@@ -90,15 +91,19 @@ def _unrestricted(found: TokenLogProbs) -> SupportLogProbs:
     return SupportLogProbs(found.log_probs, found.log_probs, torch.zeros_like(found.log_probs), found.entropy)
 
 
-def fuse_output_layer(model: GPTModel) -> torch.nn.Parameter:
+def fuse_output_layer(model: GPTModel) -> torch.nn.Parameter | None:
     """Make the model's output its last hidden states (under sequence parallelism this rank's slice); the weight it would have
-    multiplied them with is returned, and stays where checkpoints and weight sync look for it."""
+    multiplied them with is returned, and stays where checkpoints and weight sync look for it. None on a stage without one."""
+    if not model.post_process:
+        return None
 
     def hand_on(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         return hidden, None
 
     model.output_layer.forward = hand_on
     own: torch.nn.Parameter | None = model.output_layer.weight
+    if own is not None:
+        return own
     # an output layer that shares the embedding of its own stage has no weight; Megatron passes it in at every call
     tied: torch.nn.Parameter = model.embedding.word_embeddings.weight
-    return tied if own is None else own
+    return tied

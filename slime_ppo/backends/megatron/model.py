@@ -1,6 +1,7 @@
 """A Megatron GPT model from a HF model shape: the actor with its output layer, or the critic with a value head."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -38,7 +39,14 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
+        # both neighbours of a stage may be one rank: messages sent as a batch would be mixed up there, and the run would hang
+        overlap_p2p_comm=layout.vpp_size > 1,
+        batch_p2p_comm=layout.vpp_size == 1,
         context_parallel_size=layout.cp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -82,58 +90,106 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def build_model(shape: ModelShape, config: TransformerConfig, *, head: Head, make_vocab_size_divisible_by: int) -> GPTModel:
-    """The model of this rank with random weights; `load_hf_weights` fills it."""
-    vocab = padded_vocab_size(
-        shape.vocab_size, divisible_by=make_vocab_size_divisible_by, tp_size=config.tensor_model_parallel_size
-    )
+def build_chunks(
+    shape: ModelShape, config: TransformerConfig, layout: ParallelLayout, *, head: Head, make_vocab_size_divisible_by: int
+) -> list[GPTModel]:
+    """The stages of the model that lie on this rank, with random weights; `load_hf_weights` fills them."""
+    vocab = padded_vocab_size(shape.vocab_size, divisible_by=make_vocab_size_divisible_by, tp_size=layout.tp_size)
+    return [_build_chunk(shape, config, stage, head=head, vocab_size=vocab) for stage in _stages(layout)]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage of the pipeline: `vp_stage` is its number on the rank (None without virtual stages)."""
+
+    pp_rank: int
+    vp_stage: int | None
+    is_first: bool
+    is_last: bool
+
+
+def _stages(layout: ParallelLayout) -> list[_Stage]:
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [
+        _Stage(
+            pp_rank=pp_rank,
+            vp_stage=vp_stage if layout.vpp_size > 1 else None,
+            is_first=pp_rank == 0 and vp_stage == 0,
+            is_last=pp_rank == layout.pp_size - 1 and vp_stage == layout.vpp_size - 1,
+        )
+        for vp_stage in range(layout.vpp_size)
+    ]
+
+
+def _build_chunk(shape: ModelShape, config: TransformerConfig, stage: _Stage, *, head: Head, vocab_size: int) -> GPTModel:
     model = GPTModel(
         config,
-        transformer_block_spec(config, vp_stage=None, pp_rank=parallel_state.get_pipeline_model_parallel_rank()),
-        vocab_size=vocab,
+        transformer_block_spec(config, vp_stage=stage.vp_stage, pp_rank=stage.pp_rank),
+        vocab_size=vocab_size,
         max_sequence_length=shape.max_position_embeddings,
+        pre_process=stage.is_first,
+        post_process=stage.is_last,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         # a critic has no second use of its embedding
         share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "language_model",
+        vp_stage=stage.vp_stage,
     )
     if shape.rope_scaling is not None:  # before the first forward, whose result the module caches
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
-    if head == "value":
+    if head == "value" and stage.is_last:
         model.output_layer = ValueHead(config)
     return model
 
 
-def first_layer(model: GPTModel) -> int:
+def converted_parameters(
+    models: Sequence[GPTModel], table: ConversionTable, layout: ParallelLayout
+) -> list[tuple[Rule, torch.nn.Parameter]]:
+    """Every parameter of this rank with its rule, whose Megatron name is that in the whole model."""
+    own_experts = table.shape.num_experts // layout.ep_size
+    first_expert = own_experts * parallel_state.get_expert_model_parallel_rank()
+    return [
+        (table.rule(name, _first_layer(model), first_expert), parameter)
+        for model in models
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _first_layer(model: GPTModel) -> int:
     """Global number of the model's layer 0."""
     return int(model.decoder.layers[0].layer_number) - 1
 
 
 @torch.no_grad()
-def load_hf_weights(model: GPTModel, table: ConversionTable, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
+def load_hf_weights(
+    models: Sequence[GPTModel],
+    table: ConversionTable,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    layout: ParallelLayout,
+    source: str,
+) -> None:
     """Fill this rank's shards from the HF tensors. A missing value head stays as it was built: zeros.
 
     Raises ConversionError that lists every missing, unused or mis-shaped tensor, or says that a tied output layer is not.
     """
-    is_critic = isinstance(model.output_layer, ValueHead)
+    is_critic = table.head == "value"
     output_names, head_names = table.family.output_layer.hf, table.family.value_head.hf
     optional: frozenset[str] = frozenset()
     if is_critic:  # its trunk may come from a policy's folder, or from one that brings a head
         optional = frozenset((*output_names, *head_names))
-    elif model.share_embeddings_and_output_weights:  # some folders store the tied output layer again
+    elif table.shape.tie_word_embeddings:  # some folders store the tied output layer again
         optional = frozenset(output_names)
     table.check_hf_names(weights, source=source, optional=optional)
     if not is_critic and optional:
         _check_tied(table, weights, source)
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     wrong: list[str] = []
-    for name, parameter in model.named_parameters():
-        rule = table.rule(name, first_layer(model))
+    for rule, parameter in converted_parameters(models, table, layout):
         if is_critic and rule.hf == head_names and not weights.keys() >= set(head_names):
             continue
+        size, rank = split_place(rule)
         parts = [weights[hf] for hf in rule.hf]
-        misshapen = _misshapen(rule, parts, parameter, table.shape, tp_size)
+        misshapen = _misshapen(rule, parts, parameter, table.shape, size)
         if misshapen:
             wrong += misshapen
             continue
@@ -141,13 +197,23 @@ def load_hf_weights(model: GPTModel, table: ConversionTable, weights: Mapping[st
             rule.split,
             parts,
             num_query_groups=table.shape.num_query_groups,
-            padded_vocab=parameter.shape[0] * tp_size if rule.split is Split.VOCAB else 0,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
+            padded_vocab=parameter.shape[0] * size if rule.split is Split.VOCAB else 0,
+            tp_size=size,
+            tp_rank=rank,
         )
         parameter.copy_(local)
     if wrong:
         raise ConversionError(f"{source} does not have the shapes of its config.json: " + "; ".join(wrong))
+
+
+def split_place(rule: Rule) -> tuple[int, int]:
+    """(ranks that share the rule's parameter, this rank among them)."""
+    if rule.per_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def _check_tied(table: ConversionTable, weights: Mapping[str, torch.Tensor], source: str) -> None:

@@ -26,15 +26,10 @@ class StepOutcome:
     stepped: bool
 
 
-def wrap_model(model: GPTModel, config: TransformerConfig) -> list[DistributedDataParallel]:
+def wrap_chunks(models: Sequence[GPTModel], config: TransformerConfig) -> list[DistributedDataParallel]:
     """Float16Module where the parameters are bf16, then DDP whose gradients are sums over data- and context-parallel ranks."""
-    module: torch.nn.Module = model
-    if config.bf16:
-        module = Float16Module(config, model)
-        if isinstance(model.output_layer, ValueHead):
-            model.output_layer.float()  # Float16Module has just cast it
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    chunks = [DistributedDataParallel(config, ddp_config, module)]
+    chunks = [DistributedDataParallel(config, ddp_config, _in_its_dtype(model, config)) for model in models]
 
     def finalize(chunk_list: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
         # the loss is already divided by the step's denominator: Megatron must not divide by its token count
@@ -42,6 +37,13 @@ def wrap_model(model: GPTModel, config: TransformerConfig) -> list[DistributedDa
 
     config.finalize_model_grads_func = finalize
     return chunks
+
+
+def _in_its_dtype(model: GPTModel, config: TransformerConfig) -> torch.nn.Module:
+    module: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
+    if config.bf16 and model.post_process and isinstance(model.output_layer, ValueHead):
+        model.output_layer.float()  # Float16Module has just cast it
+    return module
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, bf16: bool) -> ChainedOptimizer:

@@ -12,12 +12,12 @@ from slime_ppo.backends.megatron.collectives import context_parallel_group, gath
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.memory import Offloader
-from slime_ppo.backends.megatron.model import build_model, load_hf_weights, transformer_config
+from slime_ppo.backends.megatron.model import build_chunks, load_hf_weights, transformer_config
 from slime_ppo.backends.megatron.optimizer import (
     StepOutcome,
     apply_gradients,
     build_optimizer,
-    wrap_model,
+    wrap_chunks,
     zero_gradients,
 )
 from slime_ppo.config.model_shape import ModelShape
@@ -42,28 +42,37 @@ Made = TypeVar("Made")
 
 
 class MegatronRole:
-    """Model, optimizer and memory of this rank. Methods that the docstring calls collective are called by all ranks."""
+    """Model, optimizer and memory of this rank. Methods that the docstring calls collective are called by all ranks.
+
+    `models` are the pipeline stages that lie on this rank, `chunks` the same, wrapped for training.
+    """
 
     def __init__(self, settings: WorkerSettings, head: HeadKind) -> None:
         self.settings = settings
         self.layout = settings.layout
         self.device = init_rank(settings.rank, settings.layout)
-        self.dp_rank = settings.layout.dp_rank(settings.rank.rank)
-        self.cp_rank = settings.layout.cp_rank(settings.rank.rank)
+        rank = settings.rank.rank
+        self.dp_rank = settings.layout.dp_rank(rank)
+        self.cp_rank = settings.layout.cp_rank(rank)
         # of a training step every context-parallel rank has seen other tokens; of a pass all have the same whole samples
-        self.reports_tokens = settings.layout.tp_rank(settings.rank.rank) == 0
+        self.reports_tokens = settings.layout.tp_rank(rank) == 0 and settings.layout.is_last_stage(rank)
         self.reports = self.reports_tokens and self.cp_rank == 0
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.table = ConversionTable(self.shape, head)
         config = transformer_config(self.shape, settings.layout, dtype)
-        self.model = build_model(
-            self.shape, config, head=head, make_vocab_size_divisible_by=settings.model.make_vocab_size_divisible_by
-        ).to(self.device)
+        models = build_chunks(
+            self.shape,
+            config,
+            settings.layout,
+            head=head,
+            make_vocab_size_divisible_by=settings.model.make_vocab_size_divisible_by,
+        )
+        self.models = [model.to(self.device) for model in models]
         self.reference = None
         if settings.model.ref_folder is not None:
             self._load(settings.model.ref_folder)
-        self.chunks = wrap_model(self.model, config)
+        self.chunks = wrap_chunks(self.models, config)
         if settings.model.ref_folder is not None:
             self.reference = ReferenceWeights(self.chunks)
         if settings.model.ref_folder != settings.model.hf_folder:
@@ -74,7 +83,7 @@ class MegatronRole:
             self.memory.offload()
 
     def _load(self, folder: str) -> None:
-        load_hf_weights(self.model, self.table, HfWeights(folder), source=folder)
+        load_hf_weights(self.models, self.table, HfWeights(folder), layout=self.layout, source=folder)
 
     def micro_batches(self, batch: RolloutBatch, rows: np.ndarray) -> list[MicroBatch]:
         """This rank's share of `rows`; every data-parallel rank gets equally many micro-batches.
@@ -88,6 +97,7 @@ class MegatronRole:
             dp_size=self.layout.dp_size,
             micro_batch_size=self.settings.batch.micro_batch_size,
             max_tokens=self.settings.batch.max_tokens,
+            multiple_of=self.layout.micro_batch_multiple,
         )
         return [self._packed(batch, share) for share in shares[self.dp_rank]]
 

@@ -19,11 +19,12 @@ from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
 from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
 from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
 from slime_ppo.backends.megatron.init import init_parallel_state  # noqa: E402
-from slime_ppo.backends.megatron.model import first_layer, load_hf_weights  # noqa: E402
+from slime_ppo.backends.megatron.model import converted_parameters, load_hf_weights, split_place  # noqa: E402
 from slime_ppo.backends.megatron.optimizer import StepOutcome  # noqa: E402
 from slime_ppo.backends.megatron.role import MegatronRole  # noqa: E402
 from slime_ppo.config.model_shape import padded_vocab_size  # noqa: E402
 from slime_ppo.conversion.hf_io import HfWeights  # noqa: E402
+from slime_ppo.conversion.mapping import Split  # noqa: E402
 from slime_ppo.conversion.shard import unshard  # noqa: E402
 from slime_ppo.errors import ConversionError, ParallelError  # noqa: E402
 from slime_ppo.parallel.layout import ParallelLayout  # noqa: E402
@@ -84,47 +85,54 @@ def _merged(batch: RolloutBatch, part: ColumnPart | None, stats: Stats) -> tuple
 
 
 def _whole(role: MegatronRole, local: Callable[[torch.nn.Parameter], torch.Tensor]) -> Tensors:
-    """A tensor per parameter as whole HF tensors."""
-    group, shape, whole = parallel_state.get_tensor_model_parallel_group(), role.shape, {}
-    for name, parameter in role.model.named_parameters():
-        rule = role.table.rule(name, first_layer(role.model))
-        shards = [torch.empty_like(local(parameter)) for _ in range(group.size())]
-        dist.all_gather(shards, local(parameter).contiguous(), group=group)
+    """A tensor per parameter as whole HF tensors, from the shards of all ranks; without the product's own exporter."""
+    mine = {
+        rule.megatron: (rule, split_place(rule), local(parameter).detach().clone())
+        for rule, parameter in converted_parameters(role.models, role.table, role.layout)
+    }
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    rules = {}
+    for other in _gathered(mine):
+        for name, (rule, (_, place), tensor) in other.items():
+            rules[name] = rule
+            shards.setdefault(name, {}).setdefault(place, tensor)
+    shape, whole = role.shape, {}
+    for name, by_place in shards.items():
         parts = unshard(
-            rule.split,
-            shards,
+            rules[name].split,
+            [by_place[place] for place in sorted(by_place)],
             num_query_groups=shape.num_query_groups,
             num_heads=shape.num_attention_heads,
             vocab_size=shape.vocab_size,
         )
-        whole |= {hf: part.clone().numpy() for hf, part in zip(rule.hf, parts, strict=True)}
+        whole |= {hf: part.clone().numpy() for hf, part in zip(rules[name].hf, parts, strict=True)}
     return whole
 
 
 def _whole_gradients(role: MegatronRole) -> Tensors:
     """After the reduce-scatter a rank's buffer is valid in its own shard alone, so the shards are gathered, into a copy."""
-    chunk = role.chunks[0]
-    kept = [buffer.grad_data.clone() for buffer in chunk.buffers]
-    for bucket_group in chunk.bucket_groups:
-        group = bucket_group.intra_distributed_optimizer_instance_group
-        for bucket in bucket_group.buckets:
-            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    buffers = [buffer for chunk in role.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    kept = [buffer.grad_data.clone() for buffer in buffers]
+    for chunk in role.chunks:
+        for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            for bucket in bucket_group.buckets:
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
     gradients = _whole(role, lambda parameter: parameter.main_grad)
-    for buffer, own in zip(chunk.buffers, kept, strict=True):
+    for buffer, own in zip(buffers, kept, strict=True):
         buffer.grad_data.copy_(own)
     return gradients
 
 
-def _replicas_equal(role: MegatronRole, weights: Tensors) -> bool:
-    """Whole tensors on all ranks, and replicated parameters (norms, value head) over tensor parallel ranks, bit for bit."""
-    replicated = {
-        name: parameter.detach().numpy().copy()
-        for name, parameter in role.model.named_parameters()
-        if len(role.table.rule(name, first_layer(role.model)).hf) == 1 and not getattr(parameter, "tensor_model_parallel", False)
-    }
-    everything = _gathered(weights | replicated)
-    return all(np.array_equal(other[name], everything[0][name]) for other in everything for name in everything[0])
+def _replicas_equal(role: MegatronRole) -> bool:
+    """Ranks that hold the same shard of a parameter hold the same numbers, bit for bit."""
+    mine = {}
+    for rule, parameter in converted_parameters(role.models, role.table, role.layout):
+        place = 0 if rule.split is Split.REPLICATED else split_place(rule)[1]
+        mine[(rule.hf, place)] = parameter.detach().numpy().copy()
+    copies: dict[object, np.ndarray] = {}
+    return all(np.array_equal(copies.setdefault(key, own), own) for other in _gathered(mine) for key, own in other.items())
 
 
 def _train(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan, case: Case) -> RoleReport:
@@ -145,12 +153,12 @@ def _train(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan, ca
             stats = role.train(batch, plan, [case.lr] * len(plan.steps))
     steps = [merge_stats(ranks).result() for ranks in zip(*_gathered(stats), strict=True)]
     weights = _whole(role, lambda parameter: parameter.data)
-    return RoleReport(steps, gradients, weights, _replicas_equal(role, weights))
+    return RoleReport(steps, gradients, weights, _replicas_equal(role))
 
 
 def _held_bytes(role: MegatronRole) -> int:
     """Bytes of parameters, gradients, main parameters and moments, counted by storage without the product's own counter."""
-    tensors = [tensor for p in role.model.parameters() for tensor in (p.data, p.main_grad)]
+    tensors = [tensor for model in role.models for p in model.parameters() for tensor in (p.data, p.main_grad)]
     for part in role.optimizer.chained_optimizers:
         tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
         tensors += [value for state in part.optimizer.state.values() for value in state.values()]
@@ -284,16 +292,16 @@ def save(case: Case, folders: Mapping[str, str], bucket_bytes: int) -> None:
 
 
 def _exporter(role: MegatronRole) -> WeightExporter:
-    return WeightExporter(role.model, role.table)
+    return WeightExporter(role.models, role.table, role.layout)
 
 
 def reference_swap(case: Case) -> tuple[bool, bool, int]:
     """(the weights are those of before after the swap, they differ inside it, number of parameters)."""
     actor, _ = _start(case)
-    before = {name: parameter.detach().clone() for name, parameter in actor.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in actor.models[0].named_parameters()}
 
     def equal() -> bool:
-        return all(torch.equal(parameter, before[name]) for name, parameter in actor.model.named_parameters())
+        return all(torch.equal(parameter, before[name]) for name, parameter in actor.models[0].named_parameters())
 
     if actor.reference is None:
         raise AssertionError("the case keeps no reference")
@@ -313,8 +321,14 @@ def parallel_ranks(layout: ParallelLayout) -> dict[str, tuple[int, int]]:
         "tp_rank": (layout.tp_rank(rank), mpu.get_tensor_model_parallel_rank()),
         "cp_rank": (layout.cp_rank(rank), mpu.get_context_parallel_rank()),
         "dp_rank": (layout.dp_rank(rank), mpu.get_data_parallel_rank()),
+        "pp_rank": (layout.pp_rank(rank), mpu.get_pipeline_model_parallel_rank()),
+        "ep_rank": (layout.ep_rank(rank), mpu.get_expert_model_parallel_rank()),
+        "etp_rank": (layout.etp_rank(rank), mpu.get_expert_tensor_parallel_rank()),
         "cp_size": (layout.cp_size, mpu.get_context_parallel_world_size()),
         "dp_size": (layout.dp_size, mpu.get_data_parallel_world_size()),
+        "pp_size": (layout.pp_size, mpu.get_pipeline_model_parallel_world_size()),
+        "ep_size": (layout.ep_size, mpu.get_expert_model_parallel_world_size()),
+        "expert_dp_size": (layout.expert_dp_size, mpu.get_expert_data_parallel_group().size()),
     }
 
 
@@ -332,7 +346,7 @@ def load_weights(case: Case, changes: Mapping[str, tuple[int, ...] | None], head
         else:
             weights[name] = torch.zeros(shape)
     try:
-        load_hf_weights(role.model, role.table, weights, source="the folder")
+        load_hf_weights(role.models, role.table, weights, layout=role.layout, source="the folder")
     except ConversionError as error:
         return str(error)
     return ""
@@ -344,7 +358,7 @@ def value_head_after_loading_without_one(case: Case) -> tuple[np.ndarray, np.nda
     part = critic.columns(
         critic.micro_batches(make_batch(), np.arange(7)), lambda one, out: {"values": out.reshape(-1)[one.positions]}
     )
-    return critic.model.output_layer.weight.detach().numpy().copy(), part.columns["values"]
+    return critic.models[0].output_layer.weight.detach().numpy().copy(), part.columns["values"]
 
 
 def second_role_of_another_layout(case: Case, tp_size: int) -> str:

@@ -76,6 +76,11 @@ LAYOUTS = {
     "cp2_tp2": (ParallelLayout(4, tp_size=2, cp_size=2), BatchSettings(100, None)),
     "cp2_dp2": (ParallelLayout(4, cp_size=2), BatchSettings(None, 10)),
     "cp4": (ParallelLayout(4, cp_size=4), BatchSettings(1, None)),
+    "pp2": (ParallelLayout(2, pp_size=2), BatchSettings(2, None)),
+    "pp2_vpp2": (ParallelLayout(2, pp_size=2, vpp_size=2), BatchSettings(1, None)),
+    "pp2_tp2": (ParallelLayout(4, pp_size=2, tp_size=2), BatchSettings(None, 20)),
+    "pp2_cp2_dp2": (ParallelLayout(8, pp_size=2, cp_size=2), BatchSettings(1, None)),
+    "pp4": (ParallelLayout(4, pp_size=4), BatchSettings(100, None)),
 }
 
 
@@ -234,11 +239,11 @@ def test_iteration_case_of_rejection_rejects_weighs_and_skips(
 
 
 def test_layout_rank_numbers_are_those_of_megatron(megatron_pool: RankPool) -> None:
-    layout = ParallelLayout(num_ranks=8, tp_size=2, cp_size=2)
+    layout = ParallelLayout(num_ranks=8, tp_size=2, cp_size=2, pp_size=2, ep_size=2, etp_size=2)
     found = megatron_pool.run(f"{RANKS}:parallel_ranks", world=8, layout=layout)
     for numbers in found:
         assert {name: own for name, (own, _) in numbers.items()} == {name: other for name, (_, other) in numbers.items()}
-    assert len({tuple(numbers[name][0] for name in ("tp_rank", "cp_rank", "dp_rank")) for numbers in found}) == 8
+    assert len({tuple(numbers[name][0] for name in ("tp_rank", "cp_rank", "dp_rank", "pp_rank")) for numbers in found}) == 8
 
 
 def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:

@@ -27,7 +27,11 @@ GRPO: dict[str, Value] = {
         ({"reward__rm_type": None}, ("no reward", "--custom-rm-path package.module.function")),
         ({"rollout__rollout_top_k": 1}, ("--rollout-top-k 1", "support of one token", "gradient is exactly 0")),
         ({"rollout__rollout_min_p": 1.0}, ("rollout.rollout_min_p is 1.0", ">= 0 and < 1", "the likeliest token alone")),
-        ({"parallel__pipeline_model_parallel_size": 2}, ("--pipeline-model-parallel-size 2", "not in this version", "Use 1")),
+        (
+            {"parallel__pipeline_model_parallel_size": 2},
+            ("has 1 ranks", "--pipeline-model-parallel-size 2 does not divide", "Use 1"),
+        ),
+        ({"parallel__num_virtual_stages_per_pipeline_rank": 2}, ("per-pipeline-rank 2", "needs a pipeline")),
         (
             {"parallel__context_parallel_size": 2},
             ("the actor has 1 ranks", "--context-parallel-size 2 = 2 does not divide", "Use 1, or 2 ranks"),
@@ -48,7 +52,7 @@ GRPO: dict[str, Value] = {
             {"batch__global_batch_size": 1, "parallel__actor_num_gpus_per_node": 4, "parallel__context_parallel_size": 2},
             ("not a multiple of the 2 data-parallel ranks", "4 ranks / tensor-parallel size 1 / context-parallel size 2"),
         ),
-        ({"parallel__expert_model_parallel_size": 2}, ("--expert-model-parallel-size 2", "not in this version")),
+        ({"parallel__expert_model_parallel_size": 2}, ("has 1 ranks", "--expert-model-parallel-size 2 does not divide")),
         (
             {"parallel__actor_num_gpus_per_node": 3, "parallel__tensor_model_parallel_size": 2},
             ("the actor has 3 ranks", "--tensor-model-parallel-size 2 does not divide", "Use 1 or 3, or 4 ranks"),

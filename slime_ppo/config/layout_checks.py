@@ -1,0 +1,87 @@
+"""Parallel sizes that cannot be, or that a model does not allow. Every message names the two numbers that disagree."""
+
+import math
+
+from slime_ppo.config.checked import Checked
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.roles import RoleSettings
+from slime_ppo.errors import ConfigError
+
+
+def check_layout(checked: Checked) -> None:
+    """Refuse sizes that do not split the ranks of a role, whatever its model. Raises ConfigError."""
+    for role in checked.config.roles:
+        _check_ranks(checked.config.role(role))
+    parallel = checked.config.parallel
+    widest = max(checked.config.role(role).tp_size for role in checked.config.roles)
+    if parallel.sequence_parallel is False and widest > 1:
+        raise ConfigError(
+            f"--no-sequence-parallel with tensor-parallel size {widest}: not in this version, where tensor parallelism always "
+            "comes with sequence parallelism. Leave the option out"
+        )
+    if parallel.sequence_parallel and widest == 1:
+        raise ConfigError(
+            f"{checked.cite('parallel.sequence_parallel')} with tensor-parallel size 1 in every role: there is nothing to split. "
+            "Leave it out, or raise --tensor-model-parallel-size"
+        )
+
+
+def check_layout_of_model(settings: RoleSettings, shape: ModelShape) -> None:
+    """Refuse sizes that do not split the layers, heads or columns of the role's model. Raises ConfigError."""
+    prefix = _prefix(settings)
+    for what, count in (
+        ("attention heads", shape.num_attention_heads),
+        ("key-value heads", shape.num_query_groups),
+        ("FFN columns", shape.ffn_hidden_size),
+    ):
+        if count % settings.tp_size:
+            counts = math.gcd(shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size)
+            works = [size for size in range(1, settings.tp_size) if not counts % size]
+            raise ConfigError(
+                f"{prefix}tensor-model-parallel-size {settings.tp_size} of the {settings.role} does not divide the {count} {what} "
+                f"of {settings.hf_folder}. Use {_either(works)}"
+            )
+    stages = settings.pp_size * settings.vpp_size
+    if shape.num_layers % stages:
+        virtual = f" x {prefix}num-virtual-stages-per-pipeline-rank {settings.vpp_size} = {stages} stages"
+        works = [size for size in range(1, shape.num_layers + 1) if not shape.num_layers % size]
+        raise ConfigError(
+            f"{prefix}pipeline-model-parallel-size {settings.pp_size}{virtual if settings.vpp_size > 1 else ''} of the "
+            f"{settings.role} does not divide the {shape.num_layers} layers of {settings.hf_folder}. Use {_either(works)} stages"
+        )
+
+
+def _check_ranks(settings: RoleSettings) -> None:
+    prefix = _prefix(settings)
+    _check_split(settings, {"tensor-model-parallel-size": settings.tp_size, "context-parallel-size": settings.cp_size})
+    if settings.ep_size > 1:
+        _check_split(settings, {"expert-tensor-parallel-size": settings.etp_size, "expert-model-parallel-size": settings.ep_size})
+    if settings.vpp_size > 1 and settings.pp_size == 1:
+        raise ConfigError(
+            f"{prefix}num-virtual-stages-per-pipeline-rank {settings.vpp_size} of the {settings.role} needs a pipeline, and "
+            f"{prefix}pipeline-model-parallel-size is 1. Raise that to 2 or more, or leave the virtual stages out"
+        )
+
+
+def _check_split(settings: RoleSettings, sizes: dict[str, int]) -> None:
+    """The ranks must divide by the product of `sizes` (flag without its prefix -> size) and the pipeline stages."""
+    sizes = sizes | {"pipeline-model-parallel-size": settings.pp_size}
+    needed = math.prod(sizes.values())
+    if not settings.num_ranks % needed:
+        return
+    shown = [f"{_prefix(settings)}{name} {size}" for name, size in sizes.items() if size > 1]
+    flag = "--critic-" if settings.role == "critic" else "--actor-"
+    works = [size for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size]
+    raise ConfigError(
+        f"the {settings.role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
+        f"{settings.num_ranks_per_node}), which {' x '.join(shown)}{f' = {needed}' if len(shown) > 1 else ''} does not divide. Use "
+        f"{_either(works)}, or {-(-settings.num_ranks // needed) * needed} ranks"
+    )
+
+
+def _prefix(settings: RoleSettings) -> str:
+    return "--critic-" if settings.role == "critic" else "--"
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(map(str, sizes))
