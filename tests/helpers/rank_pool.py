@@ -6,7 +6,7 @@
 
 Three layers of processes. The test process talks to one *server* (`python -m tests.helpers.rank_pool`), started fresh so
 that nothing is ever forked from a process in which torch's threads have run. The server imports torch and whatever
-was preloaded, once, computes nothing, and forks *ranks* on demand; ranks live until the pool closes. A call runs
+was preloaded, once, computes nothing, and forks *ranks* on demand; a rank serves many calls. A call runs
 `module:function(**kwargs)` in `world` ranks inside an initialised default process group and returns what they return.
 
 Ranks are not daemonic (checkpoint writers fork children), have one thread, seed 0 at the start of each call, and no process
@@ -16,6 +16,7 @@ down with it (end of file), and a dead server its ranks.
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +41,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 # How long ranks may take to finish after another one raised: long enough to report the same error, if they found it.
 GRACE_S = 2.0
+# A gloo group leaves threads behind that wake up all the time: after so many calls a rank is replaced by a fresh one.
+CALLS_OF_A_RANK = 50
 
 
 class RankError(RuntimeError):
@@ -142,6 +146,7 @@ class _Server:
     def __init__(self, client: Connection) -> None:
         self._client = client
         self._ranks: dict[int, _Rank] = {}
+        self._calls: Counter[int] = Counter()
 
     def serve(self) -> None:
         """Answer requests until the test process is gone."""
@@ -168,10 +173,13 @@ class _Server:
 
     def _call(self, call: Call) -> list[Outcome]:
         for index in range(call.world):
-            if index in self._ranks and not self._ranks[index].process.is_alive():
+            worn = self._calls[index] >= CALLS_OF_A_RANK
+            if index in self._ranks and (worn or not self._ranks[index].process.is_alive()):
                 self._kill([index])
             if index not in self._ranks:
                 self._ranks[index] = self._fork(index)
+                self._calls[index] = 0
+            self._calls[index] += 1
         with tempfile.TemporaryDirectory(prefix="rank_pool_") as folder:
             for index in range(call.world):
                 self._ranks[index].connection.send((call, f"{folder}/store"))
@@ -258,6 +266,8 @@ def _run_in_group(index: int, call: Call, store: str) -> Any:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # models hold the groups in cycles; the threads of a group live as long as it does
+        gc.collect()
 
 
 def main() -> None:

@@ -78,9 +78,9 @@ def make_folders(root: Path, *, tie: bool) -> tuple[str, str, str]:
     """(actor, critic, reference): three different models. The critic's folder brings a head of its own."""
     from safetensors.numpy import load_file, save_file
 
-    actor = make_tiny_llama(root / "actor", tie=tie, seed=1)
-    critic = make_tiny_llama(root / "critic", tie=tie, seed=2)
-    reference = make_tiny_llama(root / "reference", tie=tie, seed=3)
+    actor = make_tiny_llama(root / "actor", layers=4, tie=tie, seed=1)
+    critic = make_tiny_llama(root / "critic", layers=4, tie=tie, seed=2)
+    reference = make_tiny_llama(root / "reference", layers=4, tie=tie, seed=3)
     weights = load_file(critic / "model.safetensors")
     weights["score.weight"] = 0.1 * np.random.default_rng(4).standard_normal((1, 64)).astype(np.float32)
     save_file(weights, critic / "model.safetensors", metadata={"format": "pt"})
