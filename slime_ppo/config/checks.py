@@ -1,6 +1,6 @@
 """What one option's bounds cannot say: options that contradict each other, and numbers that do not fit together.
 
-`check_config` is arithmetic; of files it touches the module of a dotted path alone. Every message names the options, their
+`check_config` is arithmetic; of files it touches the module of a dotted path, and it looks whether transformer-engine is installed. Every message names the options, their
 values and where these came from.
 """
 
@@ -13,6 +13,7 @@ from slime_ppo.config.fields import shown
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import OPTION_BY_KEY, Config
+from slime_ppo.config.transformer_impl import check_transformer_impl
 from slime_ppo.config.unused import unused_options
 from slime_ppo.errors import ConfigError
 
@@ -23,8 +24,8 @@ _ONE_ONLY = (
 
 
 def check_config(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
-    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only, but that the
-    module of a dotted path (--advantage-estimator, --policy-loss) is imported.
+    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only, but that the module of a dotted path
+    (--advantage-estimator, --policy-loss) is imported, and transformer-engine looked for where it is asked for.
 
     `origins` as in ParsedCommand, for the messages. Raises ConfigError.
     """
@@ -35,6 +36,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         _check_reward,
         _check_sampler,
         _check_layout,
+        _check_transformer_impl,
         _check_batch,
         _check_micro_batch,
         _check_schedule,
@@ -179,6 +181,10 @@ def _uneven_ranks(settings: RoleSettings) -> str:
         f"{settings.num_ranks_per_node}), which {sizes} does not divide. Use {' or '.join(map(str, works))}, or "
         f"{-(-settings.num_ranks // needed) * needed} ranks"
     )
+
+
+def _check_transformer_impl(checked: Checked) -> None:
+    check_transformer_impl(checked.config.model, checked.config.cluster.device)
 
 
 def _check_batch(checked: Checked) -> None:

@@ -11,6 +11,12 @@ from slime_ppo.errors import ConversionError
 
 Head = Literal["language_model", "value"]
 
+# transformer-engine makes a norm and the linear after it one module; the families' tables name them as two
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
 
 class ConversionTable:
     """Looks up the rule of a Megatron parameter, with layer numbers filled in."""
@@ -60,4 +66,8 @@ def _expand(family: ModelFamily, shape: ModelShape, head: Head) -> dict[str, Rul
 
 
 def _global_name(local_name: str, first_layer: int) -> str:
-    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m.group(1)) + first_layer}.", local_name)
+    matched = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local_name)
+    if matched is None:
+        return local_name
+    layer, parameter = int(matched[1]) + first_layer, matched[2]
+    return f"decoder.layers.{layer}.{_FUSED_NORMS.get(parameter, parameter)}"

@@ -56,7 +56,7 @@ class MegatronRole:
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.table = ConversionTable(self.shape, head)
-        config = transformer_config(self.shape, settings.layout, dtype)
+        config = transformer_config(self.shape, settings.layout, dtype, settings.model.transformer_impl)
         self.model = build_model(
             self.shape, config, head=head, make_vocab_size_divisible_by=settings.model.make_vocab_size_divisible_by
         ).to(self.device)
