@@ -1,7 +1,7 @@
 """What one option's bounds cannot say: options that contradict each other, and numbers that do not fit together.
 
-`check_config` is arithmetic; of files it touches the module of a dotted path, and it looks whether transformer-engine is installed. Every message names the options, their
-values and where these came from.
+`check_config` is arithmetic; of files it touches the module of a dotted path, and it looks whether transformer-engine is installed.
+Every message names the options, their values and where these came from.
 """
 
 import math
