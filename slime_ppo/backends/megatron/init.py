@@ -34,9 +34,10 @@ def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
 def _take_only_device(rank: int) -> None:
     """The launcher leaves one visible GPU to each rank. Raises ParallelError when there was none to leave."""
     if torch.cuda.device_count() == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise ParallelError(
-            f"rank {rank} computes on a GPU and sees none (CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
-            "): its node has fewer GPUs than ranks, or this torch has no CUDA. Start one rank per GPU, or use --device cpu"
+            f"rank {rank} computes on a GPU and sees none (CUDA_VISIBLE_DEVICES is {visible}): its node has fewer "
+            " GPUs than ranks, or this torch has no CUDA. Start one rank per GPU, or use --device cpu"
         )
     torch.cuda.set_device(0)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 # torch rounds every pinned allocation up to a power of two: whole buffers could take twice their size
 HOST_BLOCK_BYTES = 1 << 28
 
@@ -66,7 +65,7 @@ class Offloader:
             if entry.host is None:
                 whole.zero_()
             else:
-                for block, source in zip(whole.split(HOST_BLOCK_BYTES), entry.host, strict=True):
+                for block, source in zip(torch.split(whole, HOST_BLOCK_BYTES), entry.host, strict=True):
                     block.copy_(source, non_blocking=True)
         self._parked = None
 
@@ -94,7 +93,7 @@ def host_copy(whole: torch.Tensor, *, block_bytes: int) -> list[torch.Tensor]:
     in the background of the current stream. torch keeps pinned blocks that are let go, so that the next copy gets them again.
     """
     blocks = []
-    for part in whole.split(block_bytes):
+    for part in torch.split(whole, block_bytes):
         block = torch.empty(len(part), dtype=torch.uint8, pin_memory=whole.is_cuda)
         blocks.append(block.copy_(part, non_blocking=True))
     return blocks
