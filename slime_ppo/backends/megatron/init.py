@@ -36,8 +36,8 @@ def _take_only_device(rank: int) -> None:
     if torch.cuda.device_count() == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise ParallelError(
-            f"rank {rank} computes on a GPU and sees none (CUDA_VISIBLE_DEVICES is {visible}): its node has fewer "
-            " GPUs than ranks, or this torch has no CUDA. Start one rank per GPU, or use --device cpu"
+            f"rank {rank} computes on a GPU and sees none (CUDA_VISIBLE_DEVICES is {visible}): its node has fewer GPUs "
+            "than ranks, or this torch has no CUDA. Start one rank per GPU, or use --device cpu"
         )
     torch.cuda.set_device(0)
 
