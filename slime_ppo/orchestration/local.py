@@ -212,8 +212,8 @@ class LocalLauncher:
         config = self._config
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         device = self._prepare_process(log_dir)
-        ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
+        ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         temperature = config.rollout.rollout_temperature
         ranks.call("actor start-up", "start_actor", actor, config.ppo, config.correction, temperature)
         for settings in critic:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from slime_ppo.config.root import Config
+from slime_ppo.config.transformer_impl import chosen_transformer_impl
 from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
 from slime_ppo.orchestration.protocols import RunningRoles
 from slime_ppo.orchestration.ray_environment import cluster_address
@@ -40,6 +41,7 @@ class RayLauncher:
     def start(self, where: Callable[[], str]) -> RunningRoles:
         """Start all processes side by side and wait until every one is up."""
         config, cluster = self._config, self._cluster
+        chosen_transformer_impl(config.model, cluster.device)  # refused, if it is, before any process is started
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         timeout_s, bucket_bytes = config.cluster.call_timeout_s, config.rollout.weight_bucket_bytes
         watched: list[Call] = []

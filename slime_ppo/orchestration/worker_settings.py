@@ -4,6 +4,7 @@ import os
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
+from slime_ppo.config.transformer_impl import chosen_transformer_impl
 from slime_ppo.parallel.worker_settings import (
     BatchSettings,
     DeviceKind,
@@ -25,6 +26,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         dtype=config.model.dtype,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         fuse_lm_head=config.model.fuse_lm_head,
+        transformer_impl=chosen_transformer_impl(config.model, device),
     )
     optimizer = OptimizerSettings(
         clip_grad=one.clip_grad,

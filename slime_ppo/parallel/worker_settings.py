@@ -6,6 +6,7 @@ from typing import Literal
 from slime_ppo.parallel.layout import ParallelLayout
 
 DeviceKind = Literal["cpu", "cuda"]
+TransformerImpl = Literal["local", "transformer_engine"]
 
 STANDING_GROUP = "standing://"
 """The init_method of a role whose process has joined its process group already; roles of one process share Megatron's groups."""
@@ -38,6 +39,7 @@ class ModelSettings:
     dtype: Literal["float32", "bfloat16"]
     make_vocab_size_divisible_by: int
     fuse_lm_head: bool = False
+    transformer_impl: TransformerImpl = "local"
 
 
 @dataclass(frozen=True)

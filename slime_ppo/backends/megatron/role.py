@@ -60,7 +60,7 @@ class MegatronRole:
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.table = ConversionTable(self.shape, head)
-        config = transformer_config(self.shape, settings.layout, dtype)
+        config = transformer_config(self.shape, settings.layout, dtype, settings.model.transformer_impl)
         models = build_chunks(
             self.shape,
             config,

@@ -17,6 +17,7 @@ VALUES: dict[str, Value] = {
     "model__hf_checkpoint": "actor-folder",
     "model__ref_load": "ref-folder",
     "model__dtype": "bfloat16",
+    "model__transformer_impl": "local",  # whatever the environment of the tests has
     "model__make_vocab_size_divisible_by": 64,
     "optimizer__clip_grad": 0.5,
     "optimizer__weight_decay": 0.01,
