@@ -25,7 +25,7 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.conversion.hf_io import HfWeights
 from slime_ppo.conversion.table import ConversionTable
 from slime_ppo.conversion.table import Head as HeadKind
-from slime_ppo.data.pack import ContextRank, pack_context_share, pack_micro_batch
+from slime_ppo.data.pack import ContextRank, pack_micro_batch
 from slime_ppo.data.schedule import split_rows
 from slime_ppo.errors import EchoedError, NumericsError
 from slime_ppo.parallel.cp_map import CpMap
@@ -89,13 +89,11 @@ class MegatronRole:
             micro_batch_size=self.settings.batch.micro_batch_size,
             max_tokens=self.settings.batch.max_tokens,
         )
-        return [self._packed(batch, share) for share in shares[self.dp_rank]]
-
-    def _packed(self, batch: RolloutBatch, rows: np.ndarray) -> MicroBatch:
-        if self.layout.cp_size == 1:
-            return pack_micro_batch(batch, rows, multiple=self.layout.tp_size, device=self.device)
-        context = ContextRank(self.layout.cp_size, self.cp_rank, context_parallel_group())
-        return pack_context_share(batch, rows, multiple=self.layout.tp_size, device=self.device, context=context)
+        context = ContextRank(cp_size, self.cp_rank, context_parallel_group()) if cp_size > 1 else None
+        multiple = self.layout.tp_size
+        return [
+            pack_micro_batch(batch, share, multiple=multiple, device=self.device, context=context) for share in shares[self.dp_rank]
+        ]
 
     def columns(self, micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
         """A pass without gradients over this rank's micro-batches. Collective."""
