@@ -85,3 +85,11 @@ def test_bins_more_than_samples_leaves_empty_ones() -> None:
 def test_bins_impossible_numbers_are_refused(max_tokens: int, multiple: int) -> None:
     with pytest.raises(ConfigError, match=f"max_tokens {max_tokens} and multiple {multiple} must both be at least 1"):
         capped_bins(np.array([1]), np.array([1]), max_tokens=max_tokens, multiple=multiple)
+
+
+def test_bins_swap_that_the_cap_forbids_gives_way_to_a_smaller_one() -> None:
+    """11 + 5 + 2 and 6 + 6 + 4 + 2 are of 18 tokens and of costs 150 and 92: half the gap is 29. To move 5, of 25, takes more than
+    the 3 tokens of room; 5 for 2, of 21, is what fits."""
+    lens = np.array([11, 6, 6, 5, 4, 2, 2])
+    bins = capped_bins(lens, lens**2, max_tokens=21, multiple=2)
+    assert sorted(int((lens[members] ** 2).sum()) for members in bins) == [113, 129]
