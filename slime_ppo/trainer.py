@@ -21,6 +21,7 @@ from slime_ppo.data.source import DataSource
 from slime_ppo.errors import NumericsError, RewardError
 from slime_ppo.orchestration.protocols import BatchHandle, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
+from slime_ppo.parallel.cp_map import CpMap
 from slime_ppo.ppo_utils.kl_controller import AdaptiveKL, FixedKL
 from slime_ppo.ppo_utils.lr_schedule import learning_rate
 from slime_ppo.rewards.runner import RewardRunner
@@ -93,6 +94,7 @@ class PpoTrainer:
         samples = self.collect(rollout_id)
         batch = RolloutBatch.from_samples(rollout_id, samples)
         plan = self._plan(batch)
+        metrics |= self._over_cap(batch)
 
         parts.turns.take("actor")
         with clock.phase("log-probs"):
@@ -205,6 +207,24 @@ class PpoTrainer:
         passes = range(self.config.ppo.num_epochs_per_rollout)
         empty = (Step(one, index, rows=trainable[:0]) for one in passes for index in range(self.config.steps_per_pass))
         return replace(plan, steps=tuple(empty))
+
+    def _over_cap(self, batch: RolloutBatch) -> dict[str, float]:
+        """How many samples pass --max-tokens-per-gpu, once per rollout, in any role; a warning names the longest. Before any
+        pass: should memory not be enough for it, the cause is in the log."""
+        cap = self.config.batch.max_tokens_per_gpu
+        if cap is None or not self.config.batch.use_dynamic_batch_size:
+            return {}
+        cp_size = min(self.config.role(role).cp_size for role in self.config.roles)
+        tokens = CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens // cp_size
+        num_over = int((tokens > cap).sum())
+        if num_over:
+            longest = int(tokens.argmax())
+            _log.warning(
+                "sample %d has %d tokens for one rank, more than --max-tokens-per-gpu %d: it goes alone, in a micro-batch of "
+                "its own, with the memory that this takes (%d such samples in rollout %d). Raise the cap or shorten responses",
+                *(batch.sample_ids[longest], tokens[longest], cap, num_over, batch.rollout_id),
+            )
+        return {"train/over_cap_samples": float(num_over)}
 
     def _learning_rates(self, role: RoleName, rollout_id: int, plan: StepPlan) -> list[float]:
         """The rate of each step, a function of (rollout, planned step): a pass that lost steps to dropped samples leaves those of

@@ -39,6 +39,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
     batch = BatchSettings(
         micro_batch_size=None if by_tokens else config.batch.micro_batch_size,
         max_tokens=config.batch.max_tokens_per_gpu if by_tokens else None,
+        balance_by=config.batch.balance_by,
     )
     ranks = [
         RankSettings(

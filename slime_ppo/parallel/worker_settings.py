@@ -55,10 +55,14 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass. One of them is set."""
+    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass. One of them is set.
+
+    `balance_by`: what micro-batches and ranks get equally much of.
+    """
 
     micro_batch_size: int | None
     max_tokens: int | None
+    balance_by: Literal["tokens", "flops"] = "tokens"
 
 
 @dataclass(frozen=True)

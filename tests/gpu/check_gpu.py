@@ -110,14 +110,15 @@ def run_roles(device: str, variant: Variant, folder: Path, out: Path) -> None:
 @contextmanager
 def first_gradients(role: "MegatronRole", prefix: str, figures: Figures) -> Iterator[None]:
     """Put the gradients of the first step into `figures`, by the names of the parameters' HF tensors."""
+    from slime_ppo.backends.megatron.model import converted_parameters
+
     apply = role.apply
 
     def recorded(lr: float) -> object:
         if not any(name.startswith(prefix) for name in figures):
-            for name, parameter in role.model.named_parameters():
-                tensors = role.table.rule(name, 0).hf
+            for rule, parameter in converted_parameters(role.models, role.table, role.layout):
                 # Megatron's fused form and dtype: the names say which, and both sides have the same
-                figures[prefix + "+".join(tensors)] = as_figure(parameter.main_grad)
+                figures[prefix + "+".join(rule.hf)] = as_figure(parameter.main_grad)
         return apply(lr)
 
     with patch.object(role, "apply", recorded):
@@ -129,7 +130,7 @@ def exported(role: "MegatronRole", prefix: str) -> Figures:
     from slime_ppo.backends.megatron.export import WeightExporter
     from slime_ppo.weight_sync.bucket import plan_buckets
 
-    exporter, whole = WeightExporter(role.model, role.table), {}
+    exporter, whole = WeightExporter(role.models, role.table, role.layout), {}
     for bucket in plan_buckets(exporter.specs, 100_000):
         whole |= {prefix + name: as_figure(tensor) for name, tensor in exporter.gather(bucket).items()}
     return whole

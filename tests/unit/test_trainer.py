@@ -246,6 +246,35 @@ def test_run_dropped_samples_are_left_out_and_counted() -> None:
     assert parts.tracker.metric("train/num_dropped") == [1.0, 0.0]
 
 
+def _one_long_answer(request: GenerateRequest) -> tuple[list[int], FinishReason]:
+    return ([7] * 28 + [3] if request.sample_id == 2 else [3]), FinishReason.STOP
+
+
+@pytest.mark.parametrize(("cp_sizes", "cap", "tokens"), [((1, 1), 16, 31), ((4, 2), 16, None), ((4, 2), 15, 16)])
+def test_run_sample_above_the_token_cap_is_counted_once_and_warned_of(
+    cp_sizes: tuple[int, int], cap: int, tokens: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt of 2 and a response of 29 tokens; over two ranks it is padded to 32, of which each holds 16. Two epochs, two
+    steps and two roles all train it: it is one sample."""
+    actor, critic = cp_sizes
+    ranks = {"parallel__actor_num_gpus_per_node": 4, "parallel__context_parallel_size": actor}
+    own = {"critic__context_parallel_size": critic}
+    limits = {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": cap, "rollout__rollout_max_response_len": 32}
+    parts = Parts(small(run__num_rollout=1, ppo__num_epochs_per_rollout=2, **limits, **(ranks | own if actor > 1 else {})))
+    parts.engine.answer = _one_long_answer
+    with caplog.at_level(logging.WARNING, logger="slime_ppo.trainer"):
+        run(parts)
+    assert parts.tracker.metric("train/over_cap_samples") == [float(tokens is not None)]
+    told = [message for message in caplog.messages if "--max-tokens-per-gpu" in message]
+    assert len(told) == (tokens is not None)
+    assert all(f"sample 2 has {tokens} tokens for one rank, more than --max-tokens-per-gpu {cap}:" in line for line in told)
+
+
+def test_run_without_a_token_cap_counts_no_sample_above_it() -> None:
+    parts = run(Parts(small(run__num_rollout=1)))
+    assert "train/over_cap_samples" not in parts.tracker.records[0].metrics
+
+
 def test_collect_aborted_answers_are_left_out_and_counted() -> None:
     parts = Parts(small(run__num_rollout=1))
     parts.engine.answer = lambda request: ([7], FinishReason.ABORT) if request.sample_id == 2 else ([3], FinishReason.STOP)

@@ -126,6 +126,29 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
 
 
 @pytest.mark.parametrize(
+    "batching",
+    [
+        BatchSettings(2, None),
+        BatchSettings(7, None),
+        BatchSettings(1, None, balance_by="flops"),
+        # of the samples of 6 to 11 tokens two are above the cap and go alone
+        BatchSettings(None, 10),
+        BatchSettings(None, 10, balance_by="flops"),
+        BatchSettings(None, 1000, balance_by="flops"),
+    ],
+    ids=str,
+)
+def test_iteration_on_two_ranks_any_micro_batch_equals_one_rank(
+    megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict, tmp_path: Path, batching: BatchSettings
+) -> None:
+    """The matrix has micro-batches of one sample; gradients, metrics and weights are the same with each memory knob."""
+    case = _case(make_case, "untied")
+    expected = _one_rank(megatron_pool, case, "untied", one_rank_reports)
+    report = _run(megatron_pool, case.on(ParallelLayout(2), batching, tmp_path), "untied")[0]
+    _assert_reports_equal(report, expected, case)
+
+
+@pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("tied", "tp2"),
