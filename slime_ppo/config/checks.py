@@ -153,6 +153,8 @@ def _check_layout(checked: Checked) -> None:
         settings = checked.config.role(role)
         if settings.num_ranks % (settings.tp_size * settings.cp_size):
             raise ConfigError(_uneven_ranks(settings))
+        if settings.num_nodes > 1 and settings.num_ranks_per_node % settings.tp_size:
+            raise ConfigError(_straddling_groups(settings))
     widest = max(checked.config.role(role).tp_size for role in checked.config.roles)
     if parallel.sequence_parallel is False and widest > 1:
         raise ConfigError(
@@ -178,6 +180,18 @@ def _uneven_ranks(settings: RoleSettings) -> str:
         f"the {settings.role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
         f"{settings.num_ranks_per_node}), which {sizes} does not divide. Use {' or '.join(map(str, works))}, or "
         f"{-(-settings.num_ranks // needed) * needed} ranks"
+    )
+
+
+def _straddling_groups(settings: RoleSettings) -> str:
+    """Why the role's tensor-parallel groups do not fit on its nodes, and what would do."""
+    prefix, flag = ("--critic-", "--critic-") if settings.role == "critic" else ("--", "--actor-")
+    works = [size for size in range(1, settings.tp_size) if not settings.num_ranks_per_node % size and not settings.tp_size % size]
+    return (
+        f"{prefix}tensor-model-parallel-size {settings.tp_size} does not divide the {settings.num_ranks_per_node} ranks of the "
+        f"{settings.role} on each of {settings.num_nodes} nodes ({flag}num-gpus-per-node): a tensor-parallel group would lie on "
+        f"two nodes, and its traffic on the network. Use {' or '.join(map(str, works))}, or a multiple of {settings.tp_size} ranks "
+        "per node"
     )
 
 
