@@ -64,7 +64,6 @@ class Rank:
         asked = json.loads(batch)
         if str(rates[0]) in asked:
             self.hang() if asked[str(rates[0])] == "hang" else self.fail(asked[str(rates[0])])
-        self._begun.clear()
         steps = []
         for rate in rates:
             steps.append(Stats())
@@ -73,7 +72,7 @@ class Rank:
 
     @ray.method(concurrency_group="health")
     def has_begun(self) -> bool:
-        return self._begun.wait(20.0)
+        return self._begun.wait(LONG_S / 2)
 
     @ray.method(concurrency_group="health")
     def let_go(self) -> None:
@@ -170,6 +169,7 @@ class SideBySideScenarios:
 
     def __init__(self, cluster: RayCluster) -> None:
         self.ranks = [cluster.spawn(Rank, tenant=tenant, bundle=1, arguments=()) for tenant in ("critic", "actor", "rollout")]
+        ray.get([rank.answer.remote(0) for rank in self.ranks])
         watched: list[Call] = []
         common: Any = {"log_dir": "", "timeout_s": LONG_S, "bucket_bytes": 1, "watched": watched}
         places = {"critic": range(1), "actor": range(1, 3)}
