@@ -16,6 +16,7 @@ down with it (end of file), and a dead server its ranks.
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -258,6 +259,8 @@ def _run_in_group(index: int, call: Call, store: str) -> Any:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # models hold the groups in cycles; the threads of a group live as long as it does
+        gc.collect()
 
 
 def main() -> None:
