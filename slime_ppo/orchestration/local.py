@@ -227,6 +227,7 @@ class LocalLauncher:
             engine=engine,
             sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
             check_alive=self._world.check_alive,
+            side_by_side=None,
         )
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
@@ -261,7 +262,7 @@ class LocalLauncher:
             trust_remote_code=config.model.trust_remote_code,
             num_threads=config.cluster.num_threads_per_rank,
         )
-        if config.cluster.offload:
+        if config.offloads:
             engine.offload(EnginePart.ALL)
         return LocalRolloutEngine(engine)
 

@@ -53,7 +53,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         )
         for rank in range(one.num_ranks)
     ]
-    offload = config.cluster.offload
+    offload = config.offloads
     return [
         WorkerSettings(rank=rank, layout=one.layout, model=model, optimizer=optimizer, batch=batch, starts_offloaded=offload)
         for rank in ranks

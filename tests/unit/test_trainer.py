@@ -83,6 +83,37 @@ def test_run_without_offload_pushes_only_new_versions() -> None:
     ]
 
 
+def test_run_without_colocation_trains_both_at_once_wakes_nobody_and_pushes_when_both_have_ended() -> None:
+    parts = run(Parts(small(run__num_rollout=3, ppo__num_critic_only_steps=1, cluster__colocate=False)))
+    passes = ["generate", "reward", "actor log-probs", "critic advantages"]
+    both = ["side by side:", "critic train", "actor train", "log"]
+    assert parts.journal == ["connect", "push 0", *passes, "critic train", "log", *passes, *both, "push 1", *passes, *both]
+    assert [record.critic_only for record in parts.tracker.records] == [True, False, False]
+
+
+def test_run_without_colocation_reports_what_it_reports_with_it() -> None:
+    def outcomes(rollout_id: int, step: int) -> Stats:
+        return step_stats(skipped=(rollout_id, step) == (1, 0), grad_norm=1.0 + step)
+
+    found = []
+    for colocate in (True, False):
+        parts = Parts(small(run__num_rollout=3, ppo__num_critic_only_steps=1, cluster__colocate=colocate))
+        parts.actor.outcomes = parts.critic.outcomes = outcomes
+        run(parts)
+        metrics = [{k: v for k, v in one.metrics.items() if not k.startswith("perf/")} for one in parts.tracker.records]
+        rates = (parts.actor.rates, parts.critic.rates)
+        found.append((metrics, [one.steps for one in parts.tracker.records], rates))
+        assert ("both train" in parts.tracker.records[0].phases) is not colocate
+    assert found[0] == found[1]
+
+
+def test_run_without_colocation_ends_after_too_many_skipped_steps_of_either_role() -> None:
+    parts = Parts(small(cluster__colocate=False, ppo__max_skipped_steps=2))
+    parts.critic.outcomes = skipping((0, 0), (0, 1))
+    with pytest.raises(NumericsError, match="2 optimizer steps of the critic in a row were skipped"):
+        run(parts)
+
+
 @pytest.mark.parametrize(("skipped", "pushed_next"), [([(0, 0)], "push 1"), ([(0, 0), (0, 1)], "push 0")])
 def test_version_grows_only_when_some_actor_step_ran(skipped: list[tuple[int, int]], pushed_next: str) -> None:
     parts = Parts(small())
