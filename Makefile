@@ -8,7 +8,7 @@ MEGATRON := 0.19.2
 SUPPORTED := 0.16.1 0.17.1 0.18.2 0.19.2
 OTHER_MEGATRON := build/megatron-core-
 
-.PHONY: quickstart setup test test-megatron megatron-removals lint format types bench bench-utils clean
+.PHONY: quickstart setup test test-megatron megatron-removals lint format types bench bench-utils layouts clean
 
 quickstart: $(VENV)/.core $(MODEL)/config.json  ## train a small language model by PPO, about a minute once installed
 	$(BIN)/python scripts/train_ppo.py --config configs/quickstart_cpu.yaml $(ARGS)
@@ -39,6 +39,10 @@ types: $(VENV)/.test
 
 bench: $(VENV)/.test $(MODEL)/config.json  ## cost of one PPO iteration against a single-process loop
 	$(BIN)/python tools/bench_iteration.py $(ARGS)
+
+layouts: $(VENV)/.test  ## three PPO rollouts in every layout against one rank, as a table, a few minutes
+	$(BIN)/python -m pytest tests/dist/backends/test_layout_matrix.py --layout-table runs/layouts.md $(ARGS)
+	@cat runs/layouts.md
 
 bench-utils: $(VENV)/.core  ## time, memory and error of ppo_utils against the usual ways, a few minutes
 	$(BIN)/python tools/bench_ppo_utils.py $(ARGS)

@@ -72,9 +72,10 @@ def _check_split(settings: RoleSettings, sizes: dict[str, int]) -> None:
     if not settings.num_ranks % needed:
         return
     shown = [f"{_prefix(settings)}{name} {size}" for name, size in sizes.items() if size > 1]
+    flag = _rank_prefix(settings)
     works = [size for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size]
     raise ConfigError(
-        f"the {settings.role} has {settings.num_ranks} ranks ({_rank_prefix(settings)}num-nodes {settings.num_nodes} x {_rank_prefix(settings)}num-gpus-per-node "
+        f"the {settings.role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
         f"{settings.num_ranks_per_node}), which {' x '.join(shown)}{f' = {needed}' if len(shown) > 1 else ''} does not divide. Use "
         f"{_either(works)}, or {-(-settings.num_ranks // needed) * needed} ranks"
     )
@@ -82,12 +83,12 @@ def _check_split(settings: RoleSettings, sizes: dict[str, int]) -> None:
 
 def _straddling_groups(settings: RoleSettings) -> str:
     """Why the role's tensor-parallel groups do not fit on its nodes, and what would do."""
+    prefix, flag = _prefix(settings), _rank_prefix(settings)
     works = [size for size in range(1, settings.tp_size) if not settings.num_ranks_per_node % size and not settings.tp_size % size]
     return (
-        f"{_prefix(settings)}tensor-model-parallel-size {settings.tp_size} does not divide the {settings.num_ranks_per_node} ranks of the "
-        f"{settings.role} on each of {settings.num_nodes} nodes ({_rank_prefix(settings)}num-gpus-per-node): a tensor-parallel group would lie on "
-        f"two nodes, and its traffic on the network. Use {_either(works)}, or a multiple of {settings.tp_size} ranks "
-        "per node"
+        f"{prefix}tensor-model-parallel-size {settings.tp_size} does not divide the {settings.num_ranks_per_node} ranks of the "
+        f"{settings.role} on each of {settings.num_nodes} nodes ({flag}num-gpus-per-node): a tensor-parallel group would lie on "
+        f"two nodes, and its traffic on the network. Use {_either(works)}, or a multiple of {settings.tp_size} ranks per node"
     )
 
 
