@@ -14,7 +14,11 @@ from tests.e2e.conftest import SMALL, Runs, metrics_of
 GAP = 5e-5
 TP2 = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
 CRITIC_ALONE = ("--critic-num-gpus-per-node", "1", "--critic-tensor-model-parallel-size", "1")
-CRITIC_TP2 = ("--critic-num-gpus-per-node", "2", "--critic-tensor-model-parallel-size", "2")
+PP2 = ("--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+CRITIC_TP2 = (
+    "--critic-tensor-model-parallel-size", "2", "--critic-pipeline-model-parallel-size", "1",
+    "--critic-num-virtual-stages-per-pipeline-rank", "1",
+)  # fmt: skip
 
 
 def test_quickstart_learns_and_leaves_everything_a_user_expects(local_runs: Runs, tmp_path: Path) -> None:
@@ -50,7 +54,7 @@ def test_resolved_config_of_a_run_reproduces_every_metric_bit_for_bit(joined_run
     [
         pytest.param(("--actor-num-gpus-per-node", "2", "--critic-num-gpus-per-node", "1"), id="actor-DP2"),
         pytest.param((*TP2, *CRITIC_ALONE, "--no-colocate"), id="actor-TP2-critic-1-devices-of-their-own"),
-        pytest.param(CRITIC_TP2, id="actor-1-critic-TP2"),
+        pytest.param((*PP2, *CRITIC_TP2), id="actor-PP2-critic-TP2"),
     ],
 )
 def test_layout_gives_the_numbers_of_one_rank(joined_runs: Runs, one_rank: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
