@@ -22,7 +22,10 @@ def one_rank_runs() -> dict[str, object]:
 
 def _run(pool: RankPool, case: Case) -> object:
     batches = [make_batch(seed=seed) for seed in range(NUM_ROLLOUTS)]
-    return pool.run(f"{RANKS}:rollouts", world=case.layout.num_ranks, case=case, batches=batches, plan=make_plan())[0]
+    ranks = pool.run(
+        f"{RANKS}:rollouts", world=case.layout.num_ranks, timeout_s=180.0, case=case, batches=batches, plan=make_plan()
+    )
+    return ranks[0]
 
 
 @pytest.mark.parametrize("name", list(DENSE))
