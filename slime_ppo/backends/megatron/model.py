@@ -17,9 +17,12 @@ from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
 from slime_ppo.errors import ConversionError
 from slime_ppo.parallel.layout import ParallelLayout
+from slime_ppo.parallel.worker_settings import ExecutionSettings
 
 
-def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, execution: ExecutionSettings
+) -> TransformerConfig:
     """Megatron's config of the model. No dropout: old, current and reference log-probs must be comparable."""
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -56,7 +59,11 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=execution.gradient_accumulation_fusion,
+        recompute_granularity=execution.recompute_granularity,
+        recompute_method=execution.recompute_method,
+        recompute_num_layers=execution.recompute_num_layers,
+        recompute_modules=list(execution.recompute_modules),
         apply_rope_fusion=False,
         # losses are sums divided by our own denominator: the only form that is the same in every layout
         calculate_per_token_loss=True,
