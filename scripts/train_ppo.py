@@ -26,7 +26,7 @@ def main(world: LocalWorld, command: ParsedCommand) -> int:
         from slime_ppo.config.preflight import preflight
 
         shapes = preflight(command.config)
-        print(dry_run_report(command.config, shapes.actor, critic_shape=shapes.critic), end="")
+        print(dry_run_report(command.config, shapes.actor, critic_shape=shapes.critic, launcher=launcher), end="")
         return 0
     if launcher == "ray":
         from slime_ppo.orchestration.ray_environment import prepare_ray_environment

@@ -24,7 +24,7 @@ from slime_ppo.rewards.base import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RunInfo, Tracker
-from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, RunClock
+from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
 from slime_ppo.types.sample import Prompt
@@ -58,7 +58,7 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
     """
-    clock = RunClock(PHASES if config.has_critic else CRITIC_FREE_PHASES)
+    clock = RunClock(run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate))
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
@@ -199,7 +199,7 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
     return TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
-        turns=DeviceTurns(tenants, offload=config.cluster.offload, on_time=clock.add),
+        turns=DeviceTurns(tenants, offload=config.offloads, on_time=clock.add),
         sync=roles.sync,
         samples=SampleBuilder(
             engine=roles.engine,
@@ -214,6 +214,7 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
         tracker=inputs.tracker,
         clock=clock,
         check_alive=roles.check_alive,
+        side_by_side=roles.side_by_side,
     )
 
 

@@ -5,7 +5,8 @@
     -> actor: policy updates -> report
 
 Without a critic (--advantage-estimator grpo, rloo, ...) the actor makes the advantages. On shared devices exactly one of
-rollout, actor and critic is awake; `turns` changes hands where the loop says so.
+rollout, actor and critic is awake; `turns` changes hands where the loop says so. On devices of their own (--no-colocate) all
+are awake, and the critic's value updates run beside the actor's policy updates.
 """
 
 import logging
@@ -19,8 +20,9 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.source import DataSource
 from slime_ppo.errors import NumericsError, RewardError
-from slime_ppo.orchestration.protocols import BatchHandle, TrainGroup
+from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
+from slime_ppo.parallel.cp_map import CpMap
 from slime_ppo.ppo_utils.kl_controller import AdaptiveKL, FixedKL
 from slime_ppo.ppo_utils.lr_schedule import learning_rate
 from slime_ppo.rewards.runner import RewardRunner
@@ -49,7 +51,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TrainerParts:
     """What the loop is made of. `critic` is None when the advantage estimator needs none. `heldout` prompts are answered
-    greedily for evaluation; `check_alive` raises when a process of the run has died, for waits that would not notice."""
+    greedily for evaluation; `check_alive` raises when a process of the run has died, for waits that would not notice;
+    `side_by_side` is None where the roles share devices."""
 
     actor: TrainGroup
     critic: TrainGroup | None
@@ -62,6 +65,7 @@ class TrainerParts:
     tracker: Tracker
     clock: RunClock
     check_alive: Callable[[], None]
+    side_by_side: SideBySide | None
 
 
 class PpoTrainer:
@@ -93,14 +97,13 @@ class PpoTrainer:
         samples = self.collect(rollout_id)
         batch = RolloutBatch.from_samples(rollout_id, samples)
         plan = self._plan(batch)
+        metrics |= self._over_cap(batch)
 
         parts.turns.take("actor")
         with clock.phase("log-probs"):
             handle, log_prob_stats = parts.actor.compute_log_probs(parts.actor.put(batch))
         self._check_gap(log_prob_stats)
 
-        actor_steps: list[Stats] = []
-        critic_steps: list[Stats] = []
         if parts.critic is None:
             with clock.phase("advantages"):
                 handle, advantage_stats = parts.actor.compute_advantages(handle, self.kl.beta)
@@ -108,14 +111,8 @@ class PpoTrainer:
             parts.turns.take("critic")
             with clock.phase("values"):
                 handle, advantage_stats = parts.critic.compute_advantages(handle, self.kl.beta)
-            with clock.phase("critic train"):
-                critic_steps = parts.critic.train(handle, plan, self._learning_rates("critic", rollout_id, plan))
-
-        if trains_actor:
-            parts.turns.take("actor")
-            with clock.phase("actor train"):
-                actor_steps = parts.actor.train(handle, plan, self._learning_rates("actor", rollout_id, plan))
-            self.version += any(not is_skipped(step) for step in actor_steps)
+        actor_steps, critic_steps = self.train(handle, plan, trains_actor=trains_actor)
+        self.version += any(not is_skipped(step) for step in actor_steps)
 
         if rollout_id == self.config.run.num_rollout - 1 and parts.heldout:
             self.push_weights()
@@ -167,6 +164,24 @@ class PpoTrainer:
         self._check_process_rewards(outcome.samples)
         return list(outcome.samples)
 
+    def train(self, handle: BatchHandle, plan: StepPlan, *, trains_actor: bool) -> tuple[list[Stats], list[Stats]]:
+        """The planned steps of actor and critic: the critic first on shared devices, both at once on devices of their own."""
+        parts, clock = self.parts, self.parts.clock
+        groups: dict[RoleName, TrainGroup] = {} if parts.critic is None else {"critic": parts.critic}
+        if trains_actor:
+            groups["actor"] = parts.actor
+        rates = {role: self._learning_rates(role, plan) for role in groups}
+        steps: dict[RoleName, list[Stats]] = {"actor": [], "critic": []}
+        if parts.side_by_side is not None and len(groups) == 2:
+            with clock.both_train() as ended:
+                steps |= parts.side_by_side.train(handle, plan, rates, ended)
+        else:
+            for role, group in groups.items():
+                parts.turns.take(role)
+                with clock.phase(f"{role} train"):
+                    steps[role] = group.train(handle, plan, rates[role])
+        return steps["actor"], steps["critic"]
+
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Mean reward of greedy answers to the held-out prompts; the answers go to the report."""
         with self.parts.clock.phase("evaluate"):
@@ -206,11 +221,29 @@ class PpoTrainer:
         empty = (Step(one, index, rows=trainable[:0]) for one in passes for index in range(self.config.steps_per_pass))
         return replace(plan, steps=tuple(empty))
 
-    def _learning_rates(self, role: RoleName, rollout_id: int, plan: StepPlan) -> list[float]:
+    def _over_cap(self, batch: RolloutBatch) -> dict[str, float]:
+        """How many samples pass --max-tokens-per-gpu, once per rollout, in any role; a warning names the longest. Before any
+        pass: should memory not be enough for it, the cause is in the log."""
+        cap = self.config.batch.max_tokens_per_gpu
+        if cap is None or not self.config.batch.use_dynamic_batch_size:
+            return {}
+        cp_size = min(self.config.role(role).cp_size for role in self.config.roles)
+        tokens = CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens // cp_size
+        num_over = int((tokens > cap).sum())
+        if num_over:
+            longest = int(tokens.argmax())
+            _log.warning(
+                "sample %d has %d tokens for one rank, more than --max-tokens-per-gpu %d: it goes alone, in a micro-batch of "
+                "its own, with the memory that this takes (%d such samples in rollout %d). Raise the cap or shorten responses",
+                *(batch.sample_ids[longest], tokens[longest], cap, num_over, batch.rollout_id),
+            )
+        return {"train/over_cap_samples": float(num_over)}
+
+    def _learning_rates(self, role: RoleName, plan: StepPlan) -> list[float]:
         """The rate of each step, a function of (rollout, planned step): a pass that lost steps to dropped samples leaves those of
         the next pass where they were. The actor's schedule starts after critic-only rollouts."""
         settings = self.config.role(role)
-        trained_before = rollout_id - (self.config.ppo.num_critic_only_steps if role == "actor" else 0)
+        trained_before = plan.rollout_id - (self.config.ppo.num_critic_only_steps if role == "actor" else 0)
         first = trained_before * self.config.steps_per_rollout
         return [
             learning_rate(

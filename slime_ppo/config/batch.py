@@ -24,6 +24,11 @@ class BatchConfig:
         default_text="unset",
         at_least=1,
     )
+    balance_by: Literal["tokens", "flops"] = option(
+        "tokens",
+        help="what micro-batches and data-parallel ranks get equally much of: tokens, or operations, of which attention takes more "
+        "the longer a sample is; never changes the gradient",
+    )
     partial_step: Literal["spread", "drop"] = option(
         "spread", help="when dropped samples leave a rollout uneven: steps of nearly equal size, or full steps only"
     )

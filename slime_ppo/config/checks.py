@@ -1,7 +1,7 @@
 """What one option's bounds cannot say: options that contradict each other, and numbers that do not fit together.
 
-`check_config` is arithmetic; of files it touches the module of a dotted path alone. Every message names the options, their
-values and where these came from.
+`check_config` is arithmetic; of files it touches the module of a dotted path, and it looks whether transformer-engine is installed.
+Every message names the options, their values and where these came from.
 """
 
 import math
@@ -15,13 +15,14 @@ from slime_ppo.config.layout_checks import check_layout, check_layout_of_model
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import OPTION_BY_KEY, Config
+from slime_ppo.config.transformer_impl import check_transformer_impl
 from slime_ppo.config.unused import unused_options
 from slime_ppo.errors import ConfigError
 
 
 def check_config(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
-    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only, but that the
-    module of a dotted path (--advantage-estimator, --policy-loss) is imported.
+    """Refuse a config that cannot run or would silently ignore an option. Arithmetic only, but that the module of a dotted path
+    (--advantage-estimator, --policy-loss) is imported, and transformer-engine looked for where it is asked for.
 
     `origins` as in ParsedCommand, for the messages. Raises ConfigError.
     """
@@ -33,6 +34,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         _check_sampler,
         check_layout,
         check_execution,
+        _check_transformer_impl,
         _check_batch,
         _check_micro_batch,
         _check_schedule,
@@ -128,6 +130,10 @@ def _check_sampler(checked: Checked) -> None:
             f"{checked.cite('rollout.rollout_top_k')} leaves a support of one token: its log-prob is 0 whatever the weights are, "
             "so the policy gradient is exactly 0. Use 0 (off) or at least 2; greedy responses are for evaluation"
         )
+
+
+def _check_transformer_impl(checked: Checked) -> None:
+    check_transformer_impl(checked.config.model, checked.config.cluster.device)
 
 
 def _check_batch(checked: Checked) -> None:

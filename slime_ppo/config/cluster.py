@@ -16,6 +16,11 @@ class ClusterConfig:
         "else ray",
     )
     device: Literal["cpu", "cuda", "auto"] = option("auto", help="where the ranks compute; auto = cuda when there is one")
+    colocate: bool = option(
+        True,
+        help="actor, critic and rollout engine share devices and take turns; otherwise each has devices of its own, nothing is "
+        "offloaded, and the critic trains beside the actor",
+    )
     offload: bool = option(True, help="roles that share a device free its memory while another role is awake")
     num_threads_per_rank: int = option(1, help="CPU threads of each rank and of the engine", unit="threads", at_least=1)
     ray_address: str | None = option(

@@ -2,6 +2,7 @@
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
+from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.memory_plan import engine_memory, role_memory
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleSettings
@@ -10,11 +11,13 @@ from slime_ppo.config.root import Config
 _MEMORY_COLUMNS = ("params", "grads", "optimizer", "activations", "logits", "total", "host copies")
 
 
-def dry_run_report(config: Config, shape: ModelShape, *, critic_shape: ModelShape | None = None) -> str:
+def dry_run_report(
+    config: Config, shape: ModelShape, *, critic_shape: ModelShape | None = None, launcher: LauncherName = "ray"
+) -> str:
     """The text of `--dry-run`; `critic_shape` only where the critic starts from another model."""
     parts = [
         "Batch plan\n" + _indented(batch_plan_text(config)),
-        "Placement\n" + _indented(placement_text(config)),
+        "Placement\n" + _indented(placement_text(config, launcher)),
         "Memory estimate per rank (rough)\n" + _indented(_memory_text(config, shape, critic_shape or shape)),
     ]
     warnings = config_warnings(config)
@@ -24,27 +27,34 @@ def dry_run_report(config: Config, shape: ModelShape, *, critic_shape: ModelShap
 
 
 def bundle_tenants(config: Config) -> list[tuple[str, ...]]:
-    """Who lives on each bundle of the placement group: rank i of a role on bundle i, the engine on bundle 0."""
-    tenants = []
-    for bundle in range(config.num_bundles):
-        ranks = [f"{role} rank {bundle}" for role in config.roles if bundle < config.role(role).num_ranks]
-        tenants.append((*ranks, "rollout engine") if bundle == 0 else tuple(ranks))
-    return tenants
+    """Who lives on each bundle of the placement group."""
+    places = config.bundles
+    return [
+        tuple(
+            "rollout engine" if tenant == "rollout" else f"{tenant} rank {bundle - bundles.start}"
+            for tenant, bundles in places.items()
+            if bundle in bundles
+        )
+        for bundle in range(config.num_bundles)
+    ]
 
 
-def placement_text(config: Config) -> str:
-    """A line per bundle."""
+def placement_text(config: Config, launcher: LauncherName) -> str:
+    """The ranks of each role and how tenants use the devices; then a line per bundle, or without Ray per process."""
     roles = [config.role(role) for role in config.roles]
     head = [f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = {_sizes(one)}" for one in roles]
-    device = (
-        "1 CPU + 1 GPU"
-        if config.cluster.device == "cuda"
-        else "1 CPU"
-        if config.cluster.device == "cpu"
-        else "1 CPU, + 1 GPU if there is one"
-    )
-    lines = [f"bundle {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
+    head.append(f"rollout engine: 1 process; {_sharing(config)}")
+    device = {"cuda": "1 CPU + 1 GPU", "cpu": "1 CPU", "auto": "1 CPU, + 1 GPU if there is one"}[config.cluster.device]
+    place = "bundle" if launcher == "ray" else "process"
+    lines = [f"{place} {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
     return "\n".join(head + lines) + "\n"
+
+
+def _sharing(config: Config) -> str:
+    """Who uses the devices when."""
+    if not config.cluster.colocate:
+        return "each has devices of its own" + (", critic and actor train side by side" if config.has_critic else "")
+    return "all share the devices, " + ("one is awake at a time" if config.offloads else "all stay in memory")
 
 
 def _sizes(role: RoleSettings) -> str:

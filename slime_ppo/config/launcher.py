@@ -56,6 +56,11 @@ def launcher_text(launcher: LauncherName, place: RankPlace) -> str:
 
 
 def _check_local_ranks(config: Config, place: RankPlace) -> None:
+    if not config.cluster.colocate:
+        raise ConfigError(
+            "--no-colocate without Ray: actor, critic and rollout engine live in the same processes there and share their devices. "
+            "Leave it out, or use --launcher ray"
+        )
     actor = config.role("actor")
     if config.has_critic:
         critic = config.role("critic")

@@ -54,6 +54,8 @@ def check_layout_of_model(settings: RoleSettings, shape: ModelShape) -> None:
 def _check_ranks(settings: RoleSettings) -> None:
     prefix = _prefix(settings)
     _check_split(settings, {"tensor-model-parallel-size": settings.tp_size, "context-parallel-size": settings.cp_size})
+    if settings.num_nodes > 1 and settings.num_ranks_per_node % settings.tp_size:
+        raise ConfigError(_straddling_groups(settings))
     if settings.ep_size > 1:
         _check_split(settings, {"expert-tensor-parallel-size": settings.etp_size, "expert-model-parallel-size": settings.ep_size})
     if settings.vpp_size > 1 and settings.pp_size == 1:
@@ -70,7 +72,7 @@ def _check_split(settings: RoleSettings, sizes: dict[str, int]) -> None:
     if not settings.num_ranks % needed:
         return
     shown = [f"{_prefix(settings)}{name} {size}" for name, size in sizes.items() if size > 1]
-    flag = "--critic-" if settings.role == "critic" else "--actor-"
+    flag = _rank_prefix(settings)
     works = [size for size in range(1, settings.num_ranks + 1) if not settings.num_ranks % size]
     raise ConfigError(
         f"the {settings.role} has {settings.num_ranks} ranks ({flag}num-nodes {settings.num_nodes} x {flag}num-gpus-per-node "
@@ -79,8 +81,23 @@ def _check_split(settings: RoleSettings, sizes: dict[str, int]) -> None:
     )
 
 
+def _straddling_groups(settings: RoleSettings) -> str:
+    """Why the role's tensor-parallel groups do not fit on its nodes, and what would do."""
+    prefix, flag = _prefix(settings), _rank_prefix(settings)
+    works = [size for size in range(1, settings.tp_size) if not settings.num_ranks_per_node % size and not settings.tp_size % size]
+    return (
+        f"{prefix}tensor-model-parallel-size {settings.tp_size} does not divide the {settings.num_ranks_per_node} ranks of the "
+        f"{settings.role} on each of {settings.num_nodes} nodes ({flag}num-gpus-per-node): a tensor-parallel group would lie on "
+        f"two nodes, and its traffic on the network. Use {_either(works)}, or a multiple of {settings.tp_size} ranks per node"
+    )
+
+
 def _prefix(settings: RoleSettings) -> str:
     return "--critic-" if settings.role == "critic" else "--"
+
+
+def _rank_prefix(settings: RoleSettings) -> str:
+    return "--critic-" if settings.role == "critic" else "--actor-"
 
 
 def _either(sizes: list[int]) -> str:

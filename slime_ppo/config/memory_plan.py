@@ -78,7 +78,7 @@ def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEsti
     tokens, response_tokens = micro_batch_tokens(config, role)
     vocab = padded_vocab_size(shape.vocab_size, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by)
     reference = 2 * count * width if config.ppo.needs_reference and not value_head else 0
-    asleep = count * width + optimizer if config.cluster.offload else 0
+    asleep = count * width + optimizer if config.offloads else 0
     return MemoryEstimate(
         params=count * width,
         grads=count * _FP32,

@@ -24,6 +24,11 @@ class ModelConfig:
         at_least=1,
     )
     dtype: Literal["float32", "bfloat16"] = option("float32", help="type of weights and activations of every role")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = option(
+        "auto",
+        help="what transformer layers are made of: transformer_engine has fused kernels for GPUs and bfloat16, local runs on any "
+        "device and in float32; auto = transformer_engine on cuda in bfloat16 where it is installed, else local",
+    )
     fuse_lm_head: bool = option(
         False,
         help="log-probs from hidden states block by block: the logits of a micro-batch never exist, at the price of making them "

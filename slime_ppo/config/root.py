@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from slime_ppo.config.batch import BatchConfig
@@ -84,9 +85,24 @@ class Config:
         return self.steps_per_rollout * self.run.num_rollout if self.has_critic else 0
 
     @property
+    def bundles(self) -> dict[str, range]:
+        """The bundles (one device or CPU slot each) of every tenant, its first process in the first: all tenants from bundle 0 on,
+        or with --no-colocate one behind the other. The rollout engine is one process."""
+        sizes = {**{str(role): self.role(role).num_ranks for role in self.roles}, "rollout": 1}
+        if self.cluster.colocate:
+            return {tenant: range(size) for tenant, size in sizes.items()}
+        ends = accumulate(sizes.values())
+        return {tenant: range(end - sizes[tenant], end) for tenant, end in zip(sizes, ends, strict=True)}
+
+    @property
     def num_bundles(self) -> int:
-        """Bundles of the placement group that the roles and the rollout share: one per rank of the larger role."""
-        return max(self.role(role).num_ranks for role in self.roles)
+        """Bundles of the placement group."""
+        return max(bundles.stop for bundles in self.bundles.values())
+
+    @property
+    def offloads(self) -> bool:
+        """True when a tenant frees its device for the next one."""
+        return self.cluster.colocate and self.cluster.offload
 
     @property
     def eval_max_response_len(self) -> int:

@@ -14,6 +14,8 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
+    if not config.cluster.colocate:
+        yield "cluster.offload", "devices that are shared (--colocate)"
     if config.optimizer.lr_decay_style == "constant":
         yield "optimizer.min_lr", "--lr-decay-style linear or cosine"
         yield "optimizer.lr_decay_iters", "--lr-decay-style linear or cosine"

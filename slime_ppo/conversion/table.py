@@ -12,6 +12,12 @@ from slime_ppo.errors import ConversionError
 
 Head = Literal["language_model", "value"]
 
+# transformer-engine makes a norm and the linear after it one module; the families' tables name them as two
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
 
 class ConversionTable:
     """Looks up the rule of a Megatron parameter, with layer numbers filled in."""
@@ -68,5 +74,9 @@ def _expand(family: ModelFamily, shape: ModelShape, head: Head) -> dict[str, Rul
 
 
 def _global_name(local_name: str, first_layer: int, first_expert: int) -> str:
-    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", local_name)
-    return re.sub(r"\.local_experts\.(\d+)\.", lambda m: f".local_experts.{int(m[1]) + first_expert}.", name)
+    matched = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local_name)
+    if matched is None:
+        return local_name
+    layer, parameter = int(matched[1]) + first_layer, _FUSED_NORMS.get(matched[2], matched[2])
+    parameter = re.sub(r"(?<=local_experts\.)\d+", lambda expert: str(int(expert[0]) + first_expert), parameter)
+    return f"decoder.layers.{layer}.{parameter}"

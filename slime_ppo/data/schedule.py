@@ -9,19 +9,25 @@ Invariants, each asserted by a test:
 2. The samples of a trajectory are in one step. Steps of a pass differ by at most one trajectory; B counts trajectories.
 3. The plan is a function of (ids, sizes, seed, rollout, pass): both roles and a resumed run get the same one.
 4. The ranks together hold every row of the step exactly once, whatever dp_size is.
-5. All ranks have the same number of micro-batches (a collective runs in each): the missing ones are empty.
-6. In token mode no micro-batch passes max_tokens, except one that holds a single longer sample.
+5. All ranks have the same number of micro-batches (a collective runs in each), at least `multiple_of` and a multiple of it (a
+   pipeline is filled in such rounds): the missing ones are empty.
+6. No micro-batch passes its limit: micro_batch_size samples, or max_tokens tokens except for one that holds a single longer sample.
+7. Ranks are within one sample (fixed size) or micro-batch (token cap) of even counts; of such dealings no swap between the rank of
+   the greatest cost and another brings the two closer (data/balance.py).
 """
 
-import heapq
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from slime_ppo.data.balance import capped_bins, equal_count_groups
 from slime_ppo.data.seeding import derive_seed, shuffled
 from slime_ppo.errors import ConfigError
 from slime_ppo.types.step_plan import Step, StepPlan
+
+Ints = npt.NDArray[np.int64]
 
 
 def make_step_plan(
@@ -61,93 +67,46 @@ def make_step_plan(
 
 
 def split_rows(
-    rows: np.ndarray,
-    total_lens: np.ndarray,
+    rows: Ints,
+    lens: Ints,
     *,
     dp_size: int,
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
+    costs: Ints | None = None,
     multiple_of: int = 1,
-) -> list[list[np.ndarray]]:
+) -> list[list[Ints]]:
     """Micro-batches of each data-parallel rank: `result[dp_rank][micro_batch]` is int64, positions in the RolloutBatch.
 
-    `rows` int64 are those of one step (or of a forward-only pass); `total_lens` int64 [S] are prompt plus response tokens of
-    *all* samples of the RolloutBatch, looked up by row. Exactly one of the two limits is given: `micro_batch_size` samples
-    (rows are dealt round robin, then cut), or `max_tokens` tokens (packed first, then dealt).
+    `rows` int64 are those of one step (or of a forward-only pass). `lens` int64 [S] are the tokens, and `costs` [S] the work (the
+    tokens when None; rising with them), of *all* samples of the RolloutBatch, looked up by row. Exactly one limit is given:
+
+    - `micro_batch_size` samples: the rows are dealt to the ranks, their costs even, then cut in the order of `rows`;
+    - `max_tokens` tokens: the rows are packed into bins under this cap, then the bins are dealt, costs even, the costliest first.
+
+    Every rank gets a multiple of `multiple_of` micro-batches, at least one multiple. Raises ConfigError when not exactly one
+    limit is given, or a number is below 1.
     """
-    rows = np.asarray(rows, np.int64)
+    rows, lens = np.asarray(rows, np.int64), np.asarray(lens, np.int64)
+    own_costs = (lens if costs is None else np.asarray(costs, np.int64))[rows]
     if micro_batch_size is not None and max_tokens is None:
-        dealt = _split_by_count(rows, dp_size, micro_batch_size)
-    elif max_tokens is not None and micro_batch_size is None:
-        dealt = _split_by_tokens(rows, np.asarray(total_lens, np.int64)[rows], dp_size, max_tokens)
-    else:
-        raise ConfigError(f"give either micro_batch_size ({micro_batch_size}) or max_tokens ({max_tokens}), not both or neither")
-    missing = -len(dealt[0]) % multiple_of
-    return [mine + [rows[:0]] * missing for mine in dealt]
+        if micro_batch_size < 1 or multiple_of < 1:
+            raise ConfigError(f"micro_batch_size {micro_batch_size} and multiple_of {multiple_of} must both be at least 1")
+        return _split_by_count(rows, own_costs, dp_size, micro_batch_size, multiple_of)
+    if max_tokens is not None and micro_batch_size is None:
+        bins = capped_bins(lens[rows], own_costs, max_tokens=max_tokens, multiple=dp_size * multiple_of)
+        return _deal_bins([rows[members] for members in bins], [int(own_costs[members].sum()) for members in bins], dp_size)
+    raise ConfigError(f"give either micro_batch_size ({micro_batch_size}) or max_tokens ({max_tokens}), not both or neither")
 
 
-def _split_by_count(rows: np.ndarray, dp_size: int, micro_batch_size: int) -> list[list[np.ndarray]]:
-    dealt = [rows[dp_rank::dp_size] for dp_rank in range(dp_size)]
-    num_micro_batches = -(-len(dealt[0]) // micro_batch_size)
-    starts = [index * micro_batch_size for index in range(num_micro_batches)]
+def _split_by_count(rows: Ints, costs: Ints, dp_size: int, micro_batch_size: int, multiple_of: int) -> list[list[Ints]]:
+    dealt = [rows[members] for members in equal_count_groups(costs, dp_size)]
+    needed = -(-max(len(mine) for mine in dealt) // micro_batch_size)
+    starts = [index * micro_batch_size for index in range(max(-(-needed // multiple_of), 1) * multiple_of)]
     return [[mine[start : start + micro_batch_size] for start in starts] for mine in dealt]
 
 
-def _split_by_tokens(rows: np.ndarray, lens: np.ndarray, dp_size: int, max_tokens: int) -> list[list[np.ndarray]]:
-    bins = _pack(lens, dp_size, max_tokens)
-    heaviest_first = sorted(range(len(bins)), key=lambda index: -int(lens[bins[index]].sum()))
-    dealt: list[list[np.ndarray]] = [[] for _ in range(dp_size)]
-    for position, index in enumerate(heaviest_first):
-        turn, offset = divmod(position, dp_size)
-        # back and forth, so that the rank that got the heaviest of one round gets the lightest of the next
-        dealt[offset if turn % 2 == 0 else dp_size - 1 - offset].append(rows[bins[index]])
-    return dealt
-
-
-def _pack(lens: np.ndarray, multiple: int, max_tokens: int) -> list[np.ndarray]:
-    """Bins of positions in `lens`, as few as this heuristic finds, their number divisible by `multiple`.
-
-    More bins than samples leave empty ones. Bins stay within `max_tokens`, except those of one longer sample alone.
-    """
-    longer = [np.array([position]) for position in np.flatnonzero(lens > max_tokens)]
-    fitting = np.flatnonzero(lens <= max_tokens)
-    num_bins = len(longer) + -(-int(lens[fitting].sum()) // max_tokens)
-    while True:
-        num_bins = -(-num_bins // multiple) * multiple
-        packed = _refine(_longest_first(lens[fitting], num_bins - len(longer)), lens[fitting])
-        if all(lens[fitting[members]].sum() <= max_tokens for members in packed):
-            return longer + [fitting[members] for members in packed]
-        num_bins += 1
-
-
-def _longest_first(lens: np.ndarray, num_bins: int) -> list[list[int]]:
-    """Longest processing time first: each sample, longest first, into the bin that is lightest so far."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    lightest = [(0, index) for index in range(num_bins)]
-    for position in np.argsort(-lens, kind="stable"):
-        load, index = heapq.heappop(lightest)
-        bins[index].append(int(position))
-        heapq.heappush(lightest, (load + int(lens[position]), index))
-    return bins
-
-
-def _refine(bins: Sequence[list[int]], lens: np.ndarray) -> list[np.ndarray]:
-    """Swap between the heaviest and the lightest bin while that brings them closer; each round lowers the sum of squares."""
-    packed = [np.asarray(members, np.int64) for members in bins]
-    loads = np.array([lens[members].sum() for members in packed], np.int64)
-    for _ in range(len(lens) if len(packed) > 1 else 0):
-        heavy, light = int(loads.argmax()), int(loads.argmin())
-        gap = int(loads[heavy] - loads[light])
-        # swapping with "nothing", the last column, is a move
-        change = lens[packed[heavy]][:, None] - np.append(lens[packed[light]], 0)[None, :]
-        useful = (change > 0) & (change < gap)
-        if not useful.any():
-            break
-        give, take = np.unravel_index(np.where(useful, np.abs(2 * change - gap), np.iinfo(np.int64).max).argmin(), change.shape)
-        received = packed[light][take : take + 1]
-        given = packed[heavy][give : give + 1]
-        packed[heavy] = np.concatenate([np.delete(packed[heavy], give), received])
-        packed[light] = np.concatenate([np.setdiff1d(packed[light], received, assume_unique=True), given])
-        loads[heavy] -= change[give, take]
-        loads[light] += change[give, take]
-    return packed
+def _deal_bins(bins: Sequence[Ints], costs: Sequence[int], dp_size: int) -> list[list[Ints]]:
+    """As many bins to each rank, each rank's costliest first: where ranks wait for each other, they do like work at a time."""
+    dealt = equal_count_groups(np.array(costs, np.int64), dp_size)
+    return [[bins[index] for index in sorted(mine.tolist(), key=lambda index: -costs[index])] for mine in dealt]

@@ -212,8 +212,8 @@ class LocalLauncher:
         config = self._config
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         device = self._prepare_process(log_dir)
-        ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
+        ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         temperature = config.rollout.rollout_temperature
         ranks.call("actor start-up", "start_actor", actor, config.ppo, config.correction, temperature)
         for settings in critic:
@@ -227,6 +227,7 @@ class LocalLauncher:
             engine=engine,
             sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
             check_alive=self._world.check_alive,
+            side_by_side=None,
         )
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
@@ -262,7 +263,7 @@ class LocalLauncher:
             fp32_lm_head=config.model.fp32_lm_head,
             num_threads=config.cluster.num_threads_per_rank,
         )
-        if config.cluster.offload:
+        if config.offloads:
             engine.offload(EnginePart.ALL)
         return LocalRolloutEngine(engine)
 

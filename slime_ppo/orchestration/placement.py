@@ -1,4 +1,4 @@
-"""A Ray cluster, joined or local, and the placement group that actor, critic and rollout engine share."""
+"""A Ray cluster, joined or local, and the placement group with the devices of actor, critic and rollout engine."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_ppo.errors import ConfigError
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _REACH_TIMEOUT_S = 5.0
 
-# shares of a bundle: three tenants live on one device and take turns
+# shares of a bundle whose device three tenants share; otherwise a bundle is one tenant's alone
 TENANT_SHARE: Mapping[str, float] = {"actor": 0.4, "critic": 0.4, "rollout": 0.2}
 
 
@@ -29,11 +29,12 @@ TENANT_SHARE: Mapping[str, float] = {"actor": 0.4, "critic": 0.4, "rollout": 0.2
 class ClusterSettings:
     """`address` None starts a cluster on this machine; `num_bundles` devices (or CPU slots) are asked for.
 
-    `device` auto takes GPUs when the cluster has any.
+    `device` auto takes GPUs when the cluster has any. `colocate`: actor, critic and rollout engine live on the same ones.
     """
 
     address: str | None
     num_bundles: int
+    colocate: bool
     device: Literal["cpu", "cuda", "auto"]
     placement_timeout_s: float
     object_store_bytes: int
@@ -45,6 +46,7 @@ class RayCluster:
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._group: PlacementGroup | None = None
+        self._order: Sequence[int] = ()
         self._actors: list[Any] = []
         self.device: DeviceKind = "cpu"
 
@@ -55,6 +57,7 @@ class RayCluster:
             has_gpus = "GPU" in _resources(ray.cluster_resources)
             self.device = self._settings.device if self._settings.device != "auto" else "cuda" if has_gpus else "cpu"
             self._group = self._placement_group()
+            self._order = node_by_node(placement_group_table(self._group)["bundles_to_node_id"])
         except BaseException:
             ray.shutdown()
             raise
@@ -68,12 +71,14 @@ class RayCluster:
         ray.shutdown()
 
     def spawn(self, process: type, *, tenant: str, bundle: int, arguments: Sequence[object]) -> Any:
-        """Start an actor process in a bundle with the tenant's share of its device."""
-        share = TENANT_SHARE[tenant]
+        """Start an actor process in a bundle with the tenant's share of its device; bundles count node by node."""
+        share = TENANT_SHARE[tenant] if self._settings.colocate else 1.0
         if self._group is None:
             raise RuntimeError("the cluster has not been entered")
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+            placement_group=self._group,
+            placement_group_bundle_index=self._order[bundle],
+            placement_group_capture_child_tasks=False,
         )
         declared: Any = ray.remote
         remote = declared(concurrency_groups={"health": 2})(process).options(
@@ -126,9 +131,13 @@ class RayCluster:
         for kind, amount in asked.items():
             found = present.get(kind, 0.0)
             if found < amount:
+                whose = (
+                    "rank of the larger role" if self._settings.colocate else "rank of each role, and one for the rollout engine"
+                )
                 raise ConfigError(
-                    f"the run asks for {amount:g} {kind}s (one per rank of the larger role), the cluster has {found:g}: lower "
-                    "--actor-num-nodes, --actor-num-gpus-per-node or the critic's, or add nodes"
+                    f"the run asks for {amount:g} {kind}s (one per {whose}), the cluster has {found:g}: lower "
+                    "--actor-num-nodes, --actor-num-gpus-per-node or the critic's, "
+                    f"{'' if self._settings.colocate else 'let all share their devices (--colocate), '}or add nodes"
                 )
         group: PlacementGroup = placement_group([kinds] * self._settings.num_bundles, strategy="PACK")
         try:
@@ -142,6 +151,15 @@ class RayCluster:
                 "the rest: wait for them, or ask for less"
             ) from error
         return group
+
+
+def node_by_node(node_of_bundle: Mapping[int, str]) -> list[int]:
+    """The bundles ordered so that those of one node stand together, nodes by their first bundle: neighbouring ranks, which talk
+    most, are neighbours. Ray numbers bundles across nodes as it likes."""
+    first: dict[str, int] = {}
+    for bundle in sorted(node_of_bundle):
+        first.setdefault(node_of_bundle[bundle], bundle)
+    return sorted(node_of_bundle, key=lambda bundle: (first[node_of_bundle[bundle]], bundle))
 
 
 def _check_reachable(address: str) -> None:

@@ -68,14 +68,31 @@ class TrainGroup(Tenant, Protocol):
         ...
 
 
+class SideBySide(Protocol):
+    """Roles that train at the same time, each on devices of its own."""
+
+    def train(
+        self,
+        handle: BatchHandle,
+        plan: StepPlan,
+        learning_rates: Mapping[RoleName, Sequence[float]],
+        on_end: Callable[[RoleName], None],
+    ) -> dict[RoleName, list[Stats]]:
+        """The planned steps of the roles that have learning rates. `on_end` is told of a role when its last rank is done, before
+        the others are; an error of one role is not kept back until the other's end."""
+        ...
+
+
 @dataclass(frozen=True)
 class RunningRoles:
-    """What a launcher has brought up. `check_alive` raises when a process of the run has died, for waits that would not notice."""
+    """What a launcher has brought up. `check_alive` raises when a process of the run has died, for waits that would not notice.
+    `side_by_side` is None where the roles share devices."""
 
     groups: Mapping[RoleName, TrainGroup]
     engine: RolloutEngine
     sync: WeightSync
     check_alive: Callable[[], None]
+    side_by_side: SideBySide | None
 
 
 class Launcher(Protocol):

@@ -1,7 +1,7 @@
 """Waiting for Ray calls so that a failure anywhere ends the wait, and is told once, with its cause."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,15 @@ class Call:
 
 
 def gather(
-    calls: Sequence[Call], *, phase: str, timeout_s: float, watched: Sequence[Call] = (), limit: str = "--call-timeout-s"
+    calls: Sequence[Call],
+    *,
+    phase: str,
+    timeout_s: float,
+    watched: Sequence[Call] = (),
+    limit: str = "--call-timeout-s",
+    on_done: Callable[[Call], None] = lambda call: None,
 ) -> list[Any]:
-    """The results in order.
+    """The results in order; `on_done` is told of each call that has succeeded, as it does.
 
     When any call fails, or a process behind `watched` (calls that never return while it lives) dies, the others get a
     moment to fail too; then the most telling cause is raised: a dead process, then an error of our own or any Python
@@ -46,6 +52,9 @@ def gather(
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
         if ready[0] in guards or any(_failure(ref) is not None for ref in done):
             raise _most_telling(calls, watched, phase)
+        for call in calls:
+            if call.ref in done:
+                on_done(call)
     return ray.get([call.ref for call in calls])
 
 

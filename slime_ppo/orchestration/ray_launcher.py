@@ -6,12 +6,13 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from slime_ppo.config.root import Config
+from slime_ppo.config.transformer_impl import chosen_transformer_impl
 from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
 from slime_ppo.orchestration.protocols import RunningRoles
 from slime_ppo.orchestration.ray_environment import cluster_address
 from slime_ppo.orchestration.ray_health import Call, check_alive, gather
 from slime_ppo.orchestration.ray_rollout import RayRolloutEngine
-from slime_ppo.orchestration.ray_train_group import RayTrainGroup
+from slime_ppo.orchestration.ray_train_group import RaySideBySide, RayTrainGroup
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.weight_sync.colocated import ColocatedSync
@@ -40,14 +41,15 @@ class RayLauncher:
     def start(self, where: Callable[[], str]) -> RunningRoles:
         """Start all processes side by side and wait until every one is up."""
         config, cluster = self._config, self._cluster
+        chosen_transformer_impl(config.model, cluster.device)  # refused, if it is, before any process is started
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         timeout_s, bucket_bytes = config.cluster.call_timeout_s, config.rollout.weight_bucket_bytes
-        watched: list[Call] = []
+        bundles, watched = config.bundles, list[Call]()
         groups = {
             role: RayTrainGroup(
                 cluster,
                 role,
-                num_ranks=config.role(role).num_ranks,
+                bundles=bundles[role],
                 log_dir=log_dir,
                 timeout_s=timeout_s,
                 bucket_bytes=bucket_bytes,
@@ -55,7 +57,8 @@ class RayLauncher:
             )
             for role in config.roles
         }
-        engine = RayRolloutEngine(cluster, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
+        [place] = bundles["rollout"]
+        engine = RayRolloutEngine(cluster, bundle=place, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
         starting = engine.start(
             os.path.abspath(config.model.hf_checkpoint),
             dtype=config.model.dtype,
@@ -63,18 +66,19 @@ class RayLauncher:
             trust_remote_code=config.model.trust_remote_code,
             fp32_lm_head=config.model.fp32_lm_head,
             num_threads=config.cluster.num_threads_per_rank,
-            starts_offloaded=config.cluster.offload,
+            starts_offloaded=config.offloads,
         )
         limits: Any = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
         meeting_points = gather([group.rendezvous() for group in groups.values()], phase="start-up", **limits)
-        for role, place in zip(groups, meeting_points, strict=True):
-            starting += _start_role(config, groups[role], worker_settings(config, role, init_method=place, device=cluster.device))
+        for role, point in zip(groups, meeting_points, strict=True):
+            starting += _start_role(config, groups[role], worker_settings(config, role, init_method=point, device=cluster.device))
         gather(starting, phase="start-up", **limits)
         return RunningRoles(
             groups=groups,
             engine=engine,
             sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
             check_alive=lambda: check_alive(watched, where()),
+            side_by_side=None if config.cluster.colocate else RaySideBySide(groups, timeout_s=timeout_s, watched=watched),
         )
 
 
@@ -82,6 +86,7 @@ def _cluster_settings(config: Config) -> ClusterSettings:
     return ClusterSettings(
         address=cluster_address(config.cluster),
         num_bundles=config.num_bundles,
+        colocate=config.cluster.colocate,
         device=config.cluster.device,
         placement_timeout_s=config.cluster.placement_timeout_s,
         object_store_bytes=config.cluster.object_store_bytes,

@@ -16,10 +16,10 @@ class RayRolloutEngine:
 
     returns_support: ClassVar[bool] = True
 
-    def __init__(self, cluster: RayCluster, *, log_dir: str, timeout_s: float, watched: list[Call]) -> None:
+    def __init__(self, cluster: RayCluster, *, bundle: int, log_dir: str, timeout_s: float, watched: list[Call]) -> None:
         self._timeout_s = timeout_s
         self._watched = watched
-        self.process = cluster.spawn(EngineProcess, tenant="rollout", bundle=0, arguments=("rollout-engine", log_dir))
+        self.process = cluster.spawn(EngineProcess, tenant="rollout", bundle=bundle, arguments=("rollout-engine", log_dir))
         watched.append(Call(self.process.outlive.remote(), "rollout engine"))
 
     def start(self, hf_folder: str, **settings: object) -> list[Call]:

@@ -1,11 +1,12 @@
 """All ranks of one role as Ray processes, behind the TrainGroup protocol."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
+from slime_ppo.config.roles import RoleName
 from slime_ppo.orchestration.placement import RayCluster
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.ray_health import Call, gather
@@ -17,7 +18,7 @@ from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
 
 
 class RayTrainGroup:
-    """One process per rank, rank r in bundle r. Every call goes to all ranks and waits for all of them.
+    """One process per rank, each in a bundle of its own. Every call goes to all ranks and waits for all of them.
 
     `watched` are calls that fail when any process of the run dies, so that no wait outlives a dead rank.
     """
@@ -27,7 +28,7 @@ class RayTrainGroup:
         cluster: RayCluster,
         role: str,
         *,
-        num_ranks: int,
+        bundles: Sequence[int],
         log_dir: str,
         timeout_s: float,
         bucket_bytes: int,
@@ -38,8 +39,8 @@ class RayTrainGroup:
         self._timeout_s = timeout_s
         self._watched = watched
         self.ranks = [
-            cluster.spawn(RankProcess, tenant=role, bundle=rank, arguments=(f"{role}-{rank}", log_dir, cluster.device))
-            for rank in range(num_ranks)
+            cluster.spawn(RankProcess, tenant=role, bundle=bundle, arguments=(f"{role}-{rank}", log_dir, cluster.device))
+            for rank, bundle in enumerate(bundles)
         ]
         watched.extend(self._calls([rank.outlive.remote() for rank in self.ranks]))
 
@@ -70,10 +71,14 @@ class RayTrainGroup:
         return self._columns(handle, answers, "advantages")
 
     def train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
+        calls = self.begin_train(handle, plan, learning_rates)
+        per_rank = gather(calls, phase=f"{self.role} training", timeout_s=self._timeout_s, watched=self._watched)
+        return merge_steps(per_rank)
+
+    def begin_train(self, handle: BatchHandle, plan: StepPlan, learning_rates: Sequence[float]) -> list[Call]:
+        """Begin the planned steps, a call per rank; their results are for `merge_steps`."""
         rates = tuple(learning_rates)
-        answers = [rank.train.remote(plan, rates, handle.batch, *handle.parts) for rank in self.ranks]
-        per_rank: list[list[Stats]] = self._gather(answers, "training")
-        return [merge_stats(step) for step in zip(*per_rank, strict=True)]
+        return self._calls([rank.train.remote(plan, rates, handle.batch, *handle.parts) for rank in self.ranks])
 
     def wake(self) -> None:
         self._gather([rank.wake.remote() for rank in self.ranks], "wake")
@@ -109,3 +114,45 @@ class RayTrainGroup:
 
     def _calls(self, refs: Sequence["ray.ObjectRef[Any]"]) -> list[Call]:
         return [Call(ref, f"{self.role} rank {rank}") for rank, ref in enumerate(refs)]
+
+
+class RaySideBySide:
+    """`SideBySide`: one wait for the ranks of all roles, which a failure of any rank ends."""
+
+    def __init__(self, groups: Mapping[RoleName, RayTrainGroup], *, timeout_s: float, watched: Sequence[Call]) -> None:
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._watched = watched
+
+    def train(
+        self,
+        handle: BatchHandle,
+        plan: StepPlan,
+        learning_rates: Mapping[RoleName, Sequence[float]],
+        on_end: Callable[[RoleName], None],
+    ) -> dict[RoleName, list[Stats]]:
+        calls = {role: self._groups[role].begin_train(handle, plan, rates) for role, rates in learning_rates.items()}
+        running = {role: len(begun) for role, begun in calls.items()}
+        role_of = {call.ref: role for role, begun in calls.items() for call in begun}
+
+        def count_down(call: Call) -> None:
+            role = role_of[call.ref]
+            running[role] -= 1
+            if not running[role]:
+                on_end(role)
+
+        results = iter(
+            gather(
+                [call for begun in calls.values() for call in begun],
+                phase=f"{' and '.join(calls)} training side by side",
+                timeout_s=self._timeout_s,
+                watched=self._watched,
+                on_done=count_down,
+            )
+        )
+        return {role: merge_steps([next(results) for _ in begun]) for role, begun in calls.items()}
+
+
+def merge_steps(per_rank: Sequence[Sequence[Stats]]) -> list[Stats]:
+    """One Stats per step from those of every rank."""
+    return [merge_stats(step) for step in zip(*per_rank, strict=True)]

@@ -1,4 +1,4 @@
-"""Who owns the shared devices. Exactly one tenant is awake; the exception is weight sync, which needs two."""
+"""Who owns shared devices. Exactly one tenant is awake; the exception is weight sync, which needs two."""
 
 import logging
 import time
@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 class DeviceTurns:
     """Wakes one tenant at a time and offloads the others; nothing wakes or sleeps as a side effect of something else.
 
-    All tenants start offloaded. With `offload` False (all fits together) they start, and stay, awake. `events` keeps ("wake" or
-    "offload", tenant) in order; `on_time` gets the seconds of each change.
+    All tenants start offloaded. With `offload` False (all fits together, or each has devices of its own) they start, and stay,
+    awake. `events` keeps ("wake" or "offload", tenant) in order; `on_time` gets the seconds of each change.
     """
 
     tenants: Mapping[str, Tenant]

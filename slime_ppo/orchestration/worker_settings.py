@@ -5,6 +5,7 @@ import os
 from slime_ppo.config.execution_checks import check_execution_on
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
+from slime_ppo.config.transformer_impl import chosen_transformer_impl
 from slime_ppo.parallel.worker_settings import (
     BatchSettings,
     DeviceKind,
@@ -29,6 +30,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         fuse_lm_head=config.model.fuse_lm_head,
         fp32_lm_head=config.model.fp32_lm_head,
+        transformer_impl=chosen_transformer_impl(config.model, device),
     )
     optimizer = OptimizerSettings(
         clip_grad=one.clip_grad,
@@ -41,6 +43,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
     batch = BatchSettings(
         micro_batch_size=None if by_tokens else config.batch.micro_batch_size,
         max_tokens=config.batch.max_tokens_per_gpu if by_tokens else None,
+        balance_by=config.batch.balance_by,
     )
     ranks = [
         RankSettings(
@@ -61,7 +64,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
             model=model,
             optimizer=optimizer,
             batch=batch,
-            starts_offloaded=config.cluster.offload,
+            starts_offloaded=config.offloads,
             execution=_execution(config),
         )
         for rank in ranks

@@ -70,15 +70,20 @@ class CpMap:
         """N."""
         return len(self._token_owners)
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each sample, and what its padded length divides by: 2 cp_size, or 1 when nothing is split."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
     @cached_property
     def padded_lens(self) -> Ints:
         """Tokens of each sample with its padding, int64 [S]: a multiple of 2 cp_size (cp_size 1: no padding)."""
-        return self._chunk_lens * self._num_chunks
+        return self._chunk_lens * self.num_chunks
 
     def owners(self, rows: Ints, positions: Ints) -> Ints:
         """Rank that holds position `positions` [k] of sample `rows` [k], int64 [k]."""
         chunk = positions // self._chunk_lens[rows]
-        owners: Ints = np.minimum(chunk, self._num_chunks - 1 - chunk)
+        owners: Ints = np.minimum(chunk, self.num_chunks - 1 - chunk)
         return owners
 
     def places(self, rows: Ints, positions: Ints) -> Ints:
@@ -119,12 +124,8 @@ class CpMap:
         return LastPositions(own, self.places(own, last[own]))
 
     @cached_property
-    def _num_chunks(self) -> int:
-        return 2 * self.cp_size if self.cp_size > 1 else 1
-
-    @cached_property
     def _chunk_lens(self) -> Ints:
-        return -(-(self.prompt_lens + self.response_lens) // self._num_chunks)
+        return -(-(self.prompt_lens + self.response_lens) // self.num_chunks)
 
     @cached_property
     def _first_places(self) -> Ints:

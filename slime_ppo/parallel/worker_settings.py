@@ -6,6 +6,7 @@ from typing import Literal
 from slime_ppo.parallel.layout import ParallelLayout
 
 DeviceKind = Literal["cpu", "cuda"]
+TransformerImpl = Literal["local", "transformer_engine"]
 
 STANDING_GROUP = "standing://"
 """The init_method of a role whose process has joined its process group already; roles of one process share Megatron's groups."""
@@ -39,6 +40,7 @@ class ModelSettings:
     make_vocab_size_divisible_by: int
     fuse_lm_head: bool = False
     fp32_lm_head: bool = False
+    transformer_impl: TransformerImpl = "local"
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ class ExecutionSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass. One of them is set."""
+    """Memory knobs that never change the gradient: samples, or packed tokens, per forward pass. One of them is set.
+
+    `balance_by`: what micro-batches and ranks get equally much of.
+    """
 
     micro_batch_size: int | None
     max_tokens: int | None
+    balance_by: Literal["tokens", "flops"] = "tokens"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Seconds per phase of a rollout, and which phase the run is in."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 PHASES = ("generate", "reward", "log-probs", "values", "critic train", "actor train", "weight sync", "wake", "offload", "evaluate")
+# devices of their own: critic and actor train at the same time, then the slower one alone
+SIDE_BY_SIDE_PHASES = (*PHASES[:4], "both train", *PHASES[4:])
 # the actor makes the advantages where there is no critic
 CRITIC_FREE_PHASES = ("generate", "reward", "log-probs", "advantages", "actor train", "weight sync", "wake", "offload", "evaluate")
 _METRIC_OF_PHASE = {
@@ -15,12 +17,20 @@ _METRIC_OF_PHASE = {
     "advantages": "advantages_time",
     "critic train": "critic_train_time",
     "actor train": "actor_train_time",
+    "both train": "both_train_time",
     "weight sync": "update_weights_time",
     "wake": "wake_time",
     "offload": "offload_time",
     "evaluate": "eval_time",
     "other": "other_time",
 }
+
+
+def run_phases(*, has_critic: bool, side_by_side: bool) -> tuple[str, ...]:
+    """The phases of a run, in the order in which they come."""
+    if not has_critic:
+        return CRITIC_FREE_PHASES
+    return SIDE_BY_SIDE_PHASES if side_by_side else PHASES
 
 
 class RunClock:
@@ -48,6 +58,23 @@ class RunClock:
         self.add(name, time.perf_counter() - start)
         self.where = self._rollout
 
+    @contextmanager
+    def both_train(self) -> Iterator[Callable[[str], None]]:
+        """Time critic and actor that train at the same time: call what is given with "critic" or "actor" when that one has ended.
+        Until the first has, the phase is "both train"; from then on it is the other's."""
+        self.where = f"{self._rollout}, critic train beside actor train"
+        start = time.perf_counter()
+        ends: dict[str, float] = {}
+
+        def ended(role: str) -> None:
+            ends[role] = time.perf_counter()
+
+        yield ended
+        (_, first), (last, end) = ends.items()
+        self.add("both train", first - start)
+        self.add(f"{last} train", end - first)
+        self.where = self._rollout
+
     def add(self, name: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -59,7 +86,11 @@ class RunClock:
 
 
 def phase_metrics(phases: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """perf/ metrics of a rollout; `num_tokens` counts prompt and response tokens of its samples."""
+    """perf/ metrics of a rollout; `num_tokens` counts prompt and response tokens of its samples. Roles that train side by side
+    have each its own time; phases add up to the rollout's, these two do not."""
     whole = sum(phases.values())
     metrics = {f"perf/{_METRIC_OF_PHASE[phase]}": seconds for phase, seconds in phases.items()}
+    if "both train" in phases:
+        metrics["perf/critic_train_time"] += phases["both train"]
+        metrics["perf/actor_train_time"] += phases["both train"]
     return metrics | {"perf/step_time": whole, "perf/tokens_per_s": num_tokens / whole}

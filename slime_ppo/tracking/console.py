@@ -17,7 +17,13 @@ from tqdm import tqdm
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 
 # phases that a person can do something about; the rest is in the report
-_SHOWN_PHASES = (("generate", "gen"), ("critic train", "critic"), ("actor train", "actor"), ("weight sync", "sync"))
+_SHOWN_PHASES = (
+    ("generate", "gen"),
+    ("both train", "both"),
+    ("critic train", "critic"),
+    ("actor train", "actor"),
+    ("weight sync", "sync"),
+)
 _ETA_WINDOW = 10
 _Format = Callable[[float], str]
 

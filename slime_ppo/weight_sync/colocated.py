@@ -1,4 +1,4 @@
-"""Weight sync on shared devices: buckets go from the actor's first rank to the engine, by whatever carries them."""
+"""Weight sync by buckets: they go from the actor's first rank to the engine, by whatever carries them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CPUS_OF_CLUSTER = 2
+CPUS_OF_CLUSTER = 4
 
 # small and quick: 4 rollouts of 16 samples, one of them critic only, two optimizer steps each
 SMALL = (

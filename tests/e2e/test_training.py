@@ -1,5 +1,6 @@
 """Whole runs that must succeed: they learn, they repeat, and the answer does not depend on the layout."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from slime_ppo.conversion.hf_io import HfWeights
 from tests.e2e.conftest import SMALL, Runs, metrics_of
 
 GAP = 5e-5
+TP2 = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+CRITIC_ALONE = ("--critic-num-gpus-per-node", "1", "--critic-tensor-model-parallel-size", "1")
+PP2 = ("--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+CRITIC_TP2 = (
+    "--critic-tensor-model-parallel-size", "2", "--critic-pipeline-model-parallel-size", "1",
+    "--critic-num-virtual-stages-per-pipeline-rank", "1",
+)  # fmt: skip
 
 
 def test_quickstart_learns_and_leaves_everything_a_user_expects(local_runs: Runs, tmp_path: Path) -> None:
@@ -45,7 +53,8 @@ def test_resolved_config_of_a_run_reproduces_every_metric_bit_for_bit(joined_run
     "layout",
     [
         pytest.param(("--actor-num-gpus-per-node", "2", "--critic-num-gpus-per-node", "1"), id="actor-DP2"),
-        pytest.param(("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"), id="both-TP2"),
+        pytest.param((*TP2, *CRITIC_ALONE, "--no-colocate"), id="actor-TP2-critic-1-devices-of-their-own"),
+        pytest.param((*PP2, *CRITIC_TP2), id="actor-PP2-critic-TP2"),
     ],
 )
 def test_layout_gives_the_numbers_of_one_rank(joined_runs: Runs, one_rank: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
@@ -61,6 +70,19 @@ def test_layout_gives_the_numbers_of_one_rank(joined_runs: Runs, one_rank: Path,
         # next to 0 at first, where one part in 1e5 is below float32's grain
         assert ours["rollout/kl"] == pytest.approx(theirs["rollout/kl"], rel=1e-5, abs=1e-6)
         assert ours.get("train/pg_loss", 0.0) == pytest.approx(theirs.get("train/pg_loss", 0.0), abs=1e-6)
+
+
+def test_devices_of_their_own_give_the_metrics_of_shared_ones_bit_for_bit(
+    joined_runs: Runs, one_rank: Path, tmp_path: Path
+) -> None:
+    code, output = joined_runs.finish(tmp_path / "run", *SMALL, "--no-colocate")
+    assert code == 0, output
+    assert metrics_of(tmp_path / "run") == metrics_of(one_rank)
+    assert "3 bundles on cpu" in output
+    times = [json.loads(line)["phases"] for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [phases["both train"] > 0 for phases in times] == [False, True, True, True]
+    for phases in times:
+        assert phases["wake"] == phases["offload"] == 0
 
 
 def test_restricted_sampler_with_adaptive_kl_trains_on_recorded_supports(joined_runs: Runs, tmp_path: Path) -> None:

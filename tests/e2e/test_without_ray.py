@@ -12,6 +12,7 @@ from tests.e2e.conftest import SMALL, Runs, alive, descendants, metrics_of, wait
 ENDS_WITHIN_S = 15.0
 TWO_RANKS = ("--actor-num-gpus-per-node", "2")
 TP2 = (*TWO_RANKS, "--tensor-model-parallel-size", "2")
+PP2 = (*TWO_RANKS, "--pipeline-model-parallel-size", "2")
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
@@ -32,7 +33,7 @@ def test_one_rank_alone_gives_the_numbers_of_ray(local_runs: Runs, one_rank: Pat
     assert_same_run(tmp_path / "run", one_rank)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, id="DP2"), pytest.param(TP2, id="TP2")])
+@pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, id="DP2"), pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2")])
 def test_two_ranks_of_torchrun_give_the_numbers_of_ray(
     local_runs: Runs, one_rank: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_ppo.config.cluster import ClusterConfig
@@ -20,16 +20,22 @@ import ray  # noqa: E402
 
 from slime_ppo.orchestration import placement, ray_health  # noqa: E402
 from slime_ppo.orchestration.placement import ClusterSettings, RayCluster  # noqa: E402
+from slime_ppo.orchestration.protocols import BatchHandle  # noqa: E402
 from slime_ppo.orchestration.ray_health import Call, gather  # noqa: E402
+from slime_ppo.orchestration.ray_train_group import RaySideBySide, RayTrainGroup  # noqa: E402
+from slime_ppo.types.stats import Stats  # noqa: E402
+from slime_ppo.types.step_plan import StepPlan  # noqa: E402
 
 LONG_S = 120.0  # a wait that only a defect would sit through
+RATES = {"critic": (0.25, 0.5), "actor": (1.0, 2.0)}
 
 
 class Rank:
-    """What a rank can do: answer, raise, hang until it is let go, die."""
+    """What a rank can do: answer, raise, hang until it is let go, die, train."""
 
     def __init__(self) -> None:
         self._let_go = threading.Event()
+        self._begun = threading.Event()
 
     def answer(self, value: int) -> int:
         return value
@@ -48,6 +54,25 @@ class Rank:
 
     def die(self) -> None:
         os._exit(1)
+
+    def train(self, plan: StepPlan, rates: Sequence[float], batch: str, *ranks: Any) -> list[Stats]:
+        """Ends when all `ranks` are in `train` at the same time; the rate is the loss of each step. What else to do is `batch`
+        {rate: "hang" or a kind of failure}, in JSON."""
+        self._begun.set()
+        if not all(ray.get([rank.has_begun.remote() for rank in ranks])):
+            raise TimeoutError("the others have not begun")
+        asked = json.loads(batch)
+        if str(rates[0]) in asked:
+            self.hang() if asked[str(rates[0])] == "hang" else self.fail(asked[str(rates[0])])
+        steps = []
+        for rate in rates:
+            steps.append(Stats())
+            steps[-1].add_mean("loss", rate, 1)
+        return steps
+
+    @ray.method(concurrency_group="health")
+    def has_begun(self) -> bool:
+        return self._begun.wait(LONG_S / 2)
 
     @ray.method(concurrency_group="health")
     def let_go(self) -> None:
@@ -127,9 +152,55 @@ class Scenarios:
         return gather(calls, phase="actor training", timeout_s=LONG_S)
 
 
+class Started:
+    """In the place of a cluster: the ranks of a role are there already."""
+
+    device = "cpu"
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self._ranks = ranks
+
+    def spawn(self, process: type, *, tenant: str, bundle: int, arguments: Sequence[object]) -> Any:
+        return self._ranks[bundle]
+
+
+class SideBySideScenarios:
+    """A critic of one rank and an actor of two that train at the same time."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self.ranks = [cluster.spawn(Rank, tenant=tenant, bundle=1, arguments=()) for tenant in ("critic", "actor", "rollout")]
+        ray.get([rank.answer.remote(0) for rank in self.ranks])
+        watched: list[Call] = []
+        common: Any = {"log_dir": "", "timeout_s": LONG_S, "bucket_bytes": 1, "watched": watched}
+        places = {"critic": range(1), "actor": range(1, 3)}
+        groups = {role: RayTrainGroup(Started(self.ranks), role, bundles=places[role], **common) for role in ("critic", "actor")}
+        self.both = RaySideBySide(groups, timeout_s=LONG_S, watched=watched)
+        self.ended: list[str] = []
+
+    def _train(self, **asked: str) -> object:
+        handle = BatchHandle(json.dumps({str(RATES[role][0]): what for role, what in asked.items()}), tuple(self.ranks))
+        steps = self.both.train(handle, StepPlan(0, ()), RATES, self._on_end)
+        return {role: [step.result()["loss"] for step in found] for role, found in steps.items()}
+
+    def _on_end(self, role: str) -> None:
+        self.ended.append(role)
+        if role == "actor":
+            self.ranks[0].let_go.remote()
+
+    def side_by_side(self) -> object:
+        """The critic hangs until it is told that the actor has ended."""
+        return [self._train(critic="hang"), self.ended]
+
+    def side_by_side_failure(self) -> object:
+        try:
+            return self._train(critic="hang", actor="bad number")
+        finally:
+            ray.get(self.ranks[0].let_go.remote())
+
+
 def settings(num_bundles: int) -> ClusterSettings:
     return ClusterSettings(
-        address=None, num_bundles=num_bundles, device="auto", placement_timeout_s=1.0,
+        address=None, num_bundles=num_bundles, colocate=True, device="auto", placement_timeout_s=1.0,
         object_store_bytes=100 * 2**20,
     )  # fmt: skip
 
@@ -153,6 +224,9 @@ def main() -> None:
             "own_error_beats_broken_collective", "timeout", "watched_process_dies", "death_beats_error_and_echo",
         ):  # fmt: skip
             found[name] = outcome(getattr(scenarios, name))
+        together = SideBySideScenarios(cluster)
+        for name in ("side_by_side", "side_by_side_failure"):
+            found[name] = outcome(getattr(together, name))
         real_init, real_shutdown = placement.ray.init, placement.ray.shutdown
         placement.ray.init = placement.ray.shutdown = lambda *_, **__: None  # one process, one cluster
         whole = int(found["cpus"][1])

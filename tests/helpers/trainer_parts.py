@@ -3,12 +3,13 @@
 All parts share one `Journal`, so that a test can compare the order of everything that happened with a list of lines.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
@@ -16,7 +17,7 @@ from slime_ppo.rewards.runner import RewardOutcome
 from slime_ppo.rollout.engine import NO_VERSION
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
-from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, RunClock
+from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support
@@ -86,6 +87,26 @@ class RecordingRole:
 
     def save_hf(self, folder: str) -> None:
         self.journal.append(f"save {self.name} in {folder}")
+
+
+class RecordingSideBySide:
+    """A SideBySide whose first role ends first."""
+
+    def __init__(self, roles: Mapping[RoleName, RecordingRole]) -> None:
+        self._roles = roles
+
+    def train(
+        self,
+        handle: BatchHandle,
+        plan: StepPlan,
+        learning_rates: Mapping[RoleName, Sequence[float]],
+        on_end: Callable[[RoleName], None],
+    ) -> dict[RoleName, list[Stats]]:
+        self._roles["actor"].journal.append("side by side:")
+        steps = {role: self._roles[role].train(handle, plan, rates) for role, rates in learning_rates.items()}
+        for role in steps:
+            on_end(role)
+        return steps
 
 
 class ScriptedEngine:
@@ -241,8 +262,8 @@ class Parts:
         self.tracker = RecordingTracker(self.journal)
 
     def trainer_parts(self) -> TrainerParts:
-        clock = RunClock(PHASES if self.config.has_critic else CRITIC_FREE_PHASES)
-        has_critic = self.config.has_critic
+        has_critic, colocate = self.config.has_critic, self.config.cluster.colocate
+        clock = RunClock(run_phases(has_critic=has_critic, side_by_side=not colocate))
         tenants = {"actor": self.actor, "rollout": RolloutTenant(self.journal)} | ({"critic": self.critic} if has_critic else {})
         tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
@@ -250,7 +271,7 @@ class Parts:
         return TrainerParts(
             actor=self.actor,
             critic=self.critic if has_critic else None,
-            turns=DeviceTurns(tenants, offload=self.config.cluster.offload, on_time=clock.add),
+            turns=DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add),
             sync=RecordingSync(self.journal, self.engine),
             samples=SampleBuilder(
                 engine=self.engine,
@@ -265,6 +286,7 @@ class Parts:
             tracker=self.tracker,
             clock=clock,
             check_alive=lambda: None,
+            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
         )
 
 

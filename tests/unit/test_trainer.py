@@ -83,6 +83,37 @@ def test_run_without_offload_pushes_only_new_versions() -> None:
     ]
 
 
+def test_run_without_colocation_trains_both_at_once_wakes_nobody_and_pushes_when_both_have_ended() -> None:
+    parts = run(Parts(small(run__num_rollout=3, ppo__num_critic_only_steps=1, cluster__colocate=False)))
+    passes = ["generate", "reward", "actor log-probs", "critic advantages"]
+    both = ["side by side:", "critic train", "actor train", "log"]
+    assert parts.journal == ["connect", "push 0", *passes, "critic train", "log", *passes, *both, "push 1", *passes, *both]
+    assert [record.critic_only for record in parts.tracker.records] == [True, False, False]
+
+
+def test_run_without_colocation_reports_what_it_reports_with_it() -> None:
+    def outcomes(rollout_id: int, step: int) -> Stats:
+        return step_stats(skipped=(rollout_id, step) == (1, 0), grad_norm=1.0 + step)
+
+    found = []
+    for colocate in (True, False):
+        parts = Parts(small(run__num_rollout=3, ppo__num_critic_only_steps=1, cluster__colocate=colocate))
+        parts.actor.outcomes = parts.critic.outcomes = outcomes
+        run(parts)
+        metrics = [{k: v for k, v in one.metrics.items() if not k.startswith("perf/")} for one in parts.tracker.records]
+        rates = (parts.actor.rates, parts.critic.rates)
+        found.append((metrics, [one.steps for one in parts.tracker.records], rates))
+        assert ("both train" in parts.tracker.records[0].phases) is not colocate
+    assert found[0] == found[1]
+
+
+def test_run_without_colocation_ends_after_too_many_skipped_steps_of_either_role() -> None:
+    parts = Parts(small(cluster__colocate=False, ppo__max_skipped_steps=2))
+    parts.critic.outcomes = skipping((0, 0), (0, 1))
+    with pytest.raises(NumericsError, match="2 optimizer steps of the critic in a row were skipped"):
+        run(parts)
+
+
 @pytest.mark.parametrize(("skipped", "pushed_next"), [([(0, 0)], "push 1"), ([(0, 0), (0, 1)], "push 0")])
 def test_version_grows_only_when_some_actor_step_ran(skipped: list[tuple[int, int]], pushed_next: str) -> None:
     parts = Parts(small())
@@ -244,6 +275,35 @@ def test_run_dropped_samples_are_left_out_and_counted() -> None:
     assert [batch.sample_ids.tolist() for batch in parts.actor.batches] == [[0, 2, 3], [4, 7]]
     assert parts.tracker.metric("rollout/num_dropped") == [1.0, 2.0]
     assert parts.tracker.metric("train/num_dropped") == [1.0, 0.0]
+
+
+def _one_long_answer(request: GenerateRequest) -> tuple[list[int], FinishReason]:
+    return ([7] * 28 + [3] if request.sample_id == 2 else [3]), FinishReason.STOP
+
+
+@pytest.mark.parametrize(("cp_sizes", "cap", "tokens"), [((1, 1), 16, 31), ((4, 2), 16, None), ((4, 2), 15, 16)])
+def test_run_sample_above_the_token_cap_is_counted_once_and_warned_of(
+    cp_sizes: tuple[int, int], cap: int, tokens: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt of 2 and a response of 29 tokens; over two ranks it is padded to 32, of which each holds 16. Two epochs, two
+    steps and two roles all train it: it is one sample."""
+    actor, critic = cp_sizes
+    ranks = {"parallel__actor_num_gpus_per_node": 4, "parallel__context_parallel_size": actor}
+    own = {"critic__context_parallel_size": critic}
+    limits = {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": cap, "rollout__rollout_max_response_len": 32}
+    parts = Parts(small(run__num_rollout=1, ppo__num_epochs_per_rollout=2, **limits, **(ranks | own if actor > 1 else {})))
+    parts.engine.answer = _one_long_answer
+    with caplog.at_level(logging.WARNING, logger="slime_ppo.trainer"):
+        run(parts)
+    assert parts.tracker.metric("train/over_cap_samples") == [float(tokens is not None)]
+    told = [message for message in caplog.messages if "--max-tokens-per-gpu" in message]
+    assert len(told) == (tokens is not None)
+    assert all(f"sample 2 has {tokens} tokens for one rank, more than --max-tokens-per-gpu {cap}:" in line for line in told)
+
+
+def test_run_without_a_token_cap_counts_no_sample_above_it() -> None:
+    parts = run(Parts(small(run__num_rollout=1)))
+    assert "train/over_cap_samples" not in parts.tracker.records[0].metrics
 
 
 def test_collect_aborted_answers_are_left_out_and_counted() -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from slime_ppo.data.balance import equal_count_groups
-from slime_ppo.data.schedule import _longest_first, _refine, split_rows
+from slime_ppo.data.balance import capped_bins, equal_count_groups
+from slime_ppo.data.schedule import split_rows
 from tools.bench.measure import Candidate, Case, Scale, error_within
 
 # samples and groups of the balancing; samples of the packing
 SIZES: dict[Scale, tuple[int, int, int]] = {"small": (64, 8, 500), "full": (4096, 64, 65_536)}
 MAX_TOKENS = 32_768
+DP_SIZE, ATTENTION_HALF = 8, 30_000
 Groups = Sequence[Any]  # of positions
 # sum of lengths and the positions that make it up, as nested pairs
 Bin = tuple[int, Any]
@@ -96,13 +97,24 @@ def first_fit_decreasing(lens: np.ndarray) -> Groups:
     return bins
 
 
-def longest_first_refined(lens: np.ndarray, num_groups: int) -> Groups:
-    """How the schedule fills a given number of micro-batches."""
-    return _refine(_longest_first(lens, num_groups), lens)
+def uncapped_bins(lens: np.ndarray, num_groups: int) -> Groups:
+    """How the schedule fills a given number of micro-batches, were there no cap."""
+    return capped_bins(lens, lens, max_tokens=int(lens.sum()), multiple=num_groups)
 
 
 def packed(lens: np.ndarray) -> Groups:
-    return split_rows(np.arange(len(lens)), lens, dp_size=1, max_tokens=MAX_TOKENS)[0]
+    return capped_bins(lens, lens, max_tokens=MAX_TOKENS, multiple=1)
+
+
+def costs_of(lens: np.ndarray) -> np.ndarray:
+    """Operations as data/cost.py counts them, of a model whose attention is half of them at ATTENTION_HALF tokens."""
+    return lens * (lens + ATTENTION_HALF)
+
+
+def ranks_by(lens: np.ndarray, costs: np.ndarray) -> Groups:
+    """Rows of each of DP_SIZE ranks, packed under the cap and then dealt."""
+    split = split_rows(np.arange(len(lens)), lens, dp_size=DP_SIZE, max_tokens=MAX_TOKENS, costs=costs)
+    return [np.concatenate(rank) for rank in split]
 
 
 def cases(scale: Scale) -> Iterator[Case]:
@@ -124,7 +136,7 @@ def cases(scale: Scale) -> Iterator[Case]:
         title=f"5 {num_samples} samples to {num_groups} groups of any count",
         candidates=(
             Candidate("Karmarkar-Karp", lambda: karmarkar_karp(lens, num_groups)),
-            Candidate("schedule", lambda: longest_first_refined(lens, num_groups)),
+            Candidate("capped_bins", lambda: uncapped_bins(lens, num_groups)),
         ),
         bases=("Karmarkar-Karp",),
         error_is="imbalance",
@@ -136,9 +148,19 @@ def cases(scale: Scale) -> Iterator[Case]:
         title=f"5 {num_packed} samples packed into micro-batches of {MAX_TOKENS} tokens, at least {least}",
         candidates=(
             Candidate("first fit decreasing", lambda: first_fit_decreasing(many)),
-            Candidate("split_rows", lambda: packed(many)),
+            Candidate("capped_bins", lambda: packed(many), reach=(error_within(1e-3),)),
         ),
         bases=("first fit decreasing",),
         error_is="micro-batches more than the least, share",
         error=lambda bins: len(bins) / least - 1,
+    )
+    yield Case(
+        title=f"5 {num_samples} samples packed and dealt to {DP_SIZE} ranks, with attention",
+        candidates=(
+            Candidate("by tokens", lambda: ranks_by(lens, lens)),
+            Candidate("by flops", lambda: ranks_by(lens, costs_of(lens)), reach=(error_within(1e-3),)),
+        ),
+        bases=("by tokens",),
+        error_is="imbalance of operations",
+        error=lambda groups: imbalance(costs_of(lens), groups),
     )

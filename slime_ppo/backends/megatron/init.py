@@ -23,12 +23,23 @@ def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses deterministic mode without it
         torch.use_deterministic_algorithms(True)
     if settings.device == "cuda":
-        torch.cuda.set_device(0)  # the launcher leaves one visible device to each rank
+        _take_only_device(settings.rank)
     os.environ.update(RANK=str(settings.rank), WORLD_SIZE=str(layout.num_ranks), LOCAL_RANK="0")  # read by megatron-core
     if settings.init_method != STANDING_GROUP:
         _join(settings, layout.num_ranks)
     init_parallel_state(layout, settings.seed)
     return torch.device(settings.device)
+
+
+def _take_only_device(rank: int) -> None:
+    """The launcher leaves one visible GPU to each rank. Raises ParallelError when there was none to leave."""
+    if torch.cuda.device_count() == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ParallelError(
+            f"rank {rank} computes on a GPU and sees none (CUDA_VISIBLE_DEVICES is {visible}): its node has fewer GPUs "
+            "than ranks, or this torch has no CUDA. Start one rank per GPU, or use --device cpu"
+        )
+    torch.cuda.set_device(0)
 
 
 def join_process_group(store: Store, *, rank: int, num_ranks: int, device: DeviceKind, timeout_s: float) -> None:

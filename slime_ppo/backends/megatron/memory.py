@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
+# torch rounds every pinned allocation up to a power of two: whole buffers could take twice their size
+HOST_BLOCK_BYTES = 1 << 28
+
 
 @dataclass
 class _Parked:
-    """A storage that was freed: its size, and its bytes on the host (None: not kept, comes back as zeros)."""
+    """A storage that was freed: its size, and its bytes on the host, block by block (None: not kept, comes back as zeros)."""
 
     storage: torch.UntypedStorage
     num_bytes: int
-    host: torch.Tensor | None
+    host: list[torch.Tensor] | None
 
 
 class Offloader:
@@ -41,12 +44,15 @@ class Offloader:
             storage = tensor.untyped_storage()
             if storage.size() == 0 or storage.data_ptr() in parked:
                 continue
-            host = _bytes_of(storage, tensor.device).to("cpu", copy=True) if keep else None
+            host = host_copy(_bytes_of(storage, tensor.device), block_bytes=HOST_BLOCK_BYTES) if keep else None
             parked[storage.data_ptr()] = _Parked(storage, storage.size(), host)
         self._parked = list(parked.values())
+        on_gpu = any(entry.storage.device.type == "cuda" for entry in self._parked)
+        if on_gpu:
+            torch.cuda.synchronize()  # the copies are under way, and what follows frees their sources
         for entry in self._parked:
             entry.storage.resize_(0)
-        if any(entry.storage.device.type == "cuda" for entry in self._parked):
+        if on_gpu:
             torch.cuda.empty_cache()  # freed blocks, activations' too, would stay with this process's allocator
 
     def wake(self) -> None:
@@ -59,7 +65,8 @@ class Offloader:
             if entry.host is None:
                 whole.zero_()
             else:
-                whole.copy_(entry.host)
+                for block, source in zip(torch.split(whole, HOST_BLOCK_BYTES), entry.host, strict=True):
+                    block.copy_(source, non_blocking=True)
         self._parked = None
 
     def resident_bytes(self) -> int:
@@ -79,6 +86,17 @@ class Offloader:
                 yield from ((parameter.data, True) for parameter in group["params"])
             for state in optimizer.optimizer.state.values():
                 yield from ((value, True) for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+
+
+def host_copy(whole: torch.Tensor, *, block_bytes: int) -> list[torch.Tensor]:
+    """The bytes of `whole` uint8 [n] in host blocks of `block_bytes`, the last one shorter; of a GPU's in pinned memory, copied
+    in the background of the current stream. torch keeps pinned blocks that are let go, so that the next copy gets them again.
+    """
+    blocks = []
+    for part in torch.split(whole, block_bytes):
+        block = torch.empty(len(part), dtype=torch.uint8, pin_memory=whole.is_cuda)
+        blocks.append(block.copy_(part, non_blocking=True))
+    return blocks
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

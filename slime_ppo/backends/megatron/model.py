@@ -1,7 +1,7 @@
 """A Megatron GPT model from a HF model shape: the actor with its output layer, or the critic with a value head."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime_ppo.backends.megatron.fusions import fusions_of
 from slime_ppo.backends.megatron.rope import llama3_frequencies
 from slime_ppo.backends.megatron.spec import transformer_block_spec
 from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
@@ -17,11 +18,11 @@ from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
 from slime_ppo.errors import ConversionError
 from slime_ppo.parallel.layout import ParallelLayout
-from slime_ppo.parallel.worker_settings import ExecutionSettings
+from slime_ppo.parallel.worker_settings import ExecutionSettings, TransformerImpl
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, execution: ExecutionSettings
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, impl: TransformerImpl, execution: ExecutionSettings
 ) -> TransformerConfig:
     """Megatron's config of the model. No dropout: old, current and reference log-probs must be comparable."""
     return TransformerConfig(
@@ -56,15 +57,14 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=execution.gradient_accumulation_fusion,
         recompute_granularity=execution.recompute_granularity,
         recompute_method=execution.recompute_method,
         recompute_num_layers=execution.recompute_num_layers,
         recompute_modules=list(execution.recompute_modules),
-        apply_rope_fusion=False,
+        transformer_impl=impl,
+        **asdict(fusions_of(impl)),
         # losses are sums divided by our own denominator: the only form that is the same in every layout
         calculate_per_token_loss=True,
         variable_seq_lengths=True,

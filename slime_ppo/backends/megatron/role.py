@@ -27,7 +27,8 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.conversion.hf_io import HfWeights
 from slime_ppo.conversion.table import ConversionTable
 from slime_ppo.conversion.table import Head as HeadKind
-from slime_ppo.data.pack import ContextRank, pack_context_share, pack_micro_batch
+from slime_ppo.data.cost import flop_costs
+from slime_ppo.data.pack import ContextRank, pack_micro_batch
 from slime_ppo.data.schedule import split_rows
 from slime_ppo.errors import EchoedError, NumericsError
 from slime_ppo.parallel.cp_map import CpMap
@@ -61,8 +62,9 @@ class MegatronRole:
         self.reports = self.reports_tokens and self.cp_rank == 0
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
+        self.num_outputs = self.shape.vocab_size if head == "language_model" else 1
         self.table = ConversionTable(self.shape, head)
-        config = transformer_config(self.shape, settings.layout, dtype, settings.execution)
+        config = transformer_config(self.shape, settings.layout, dtype, settings.model.transformer_impl, settings.execution)
         models = build_chunks(
             self.shape,
             config,
@@ -100,22 +102,22 @@ class MegatronRole:
 
         The token limit is of one rank, which under context parallelism holds its part of each sample.
         """
-        cp_size = self.layout.cp_size
+        cp_size, batching = self.layout.cp_size, self.settings.batch
+        padded = CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens
         shares = split_rows(
             rows,
-            CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens // cp_size,
+            padded // cp_size,
             dp_size=self.layout.dp_size,
-            micro_batch_size=self.settings.batch.micro_batch_size,
-            max_tokens=self.settings.batch.max_tokens,
+            micro_batch_size=batching.micro_batch_size,
+            max_tokens=batching.max_tokens,
+            costs=flop_costs(self.shape, padded, num_outputs=self.num_outputs) if batching.balance_by == "flops" else None,
             multiple_of=self.layout.micro_batch_multiple,
         )
-        return [self._packed(batch, share) for share in shares[self.dp_rank]]
-
-    def _packed(self, batch: RolloutBatch, rows: np.ndarray) -> MicroBatch:
-        if self.layout.cp_size == 1:
-            return pack_micro_batch(batch, rows, multiple=self.layout.tp_size, device=self.device)
-        context = ContextRank(self.layout.cp_size, self.cp_rank, context_parallel_group())
-        return pack_context_share(batch, rows, multiple=self.layout.tp_size, device=self.device, context=context)
+        context = ContextRank(cp_size, self.cp_rank, context_parallel_group()) if cp_size > 1 else None
+        multiple = self.layout.tp_size
+        return [
+            pack_micro_batch(batch, share, multiple=multiple, device=self.device, context=context) for share in shares[self.dp_rank]
+        ]
 
     def columns(self, micro_batches: Sequence[MicroBatch], head: Head) -> ColumnPart:
         """A pass without gradients over this rank's micro-batches. Collective."""

@@ -1,4 +1,7 @@
-"""The layer spec without transformer-engine: Megatron's own parallel linears, our norm and our packed attention."""
+"""The layer spec, for whatever modules the layers are made of: LOCAL ones run on any device, spec_te.py has those of
+transformer-engine."""
+
+from dataclasses import dataclass
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -13,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from slime_ppo.backends.megatron.attention import PackedAttention
+from slime_ppo.parallel.worker_settings import TransformerImpl
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,33 +35,65 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
+@dataclass(frozen=True)
+class LayerModules:
+    """`norm` is that of heads and of the last hidden states. `input_linear` follows attention's and the MLP's `input_norm`, or
+    brings a norm of its own where that is IdentityOp."""
+
+    norm: type
+    input_norm: type
+    input_linear: type
+    output_linear: type
+    attention: type
+
+
+LOCAL = LayerModules(
+    norm=RMSNorm,
+    input_norm=RMSNorm,
+    input_linear=ColumnParallelLinear,
+    output_linear=RowParallelLinear,
+    attention=PackedAttention,
+)
+
+
+def layer_modules(impl: TransformerImpl) -> LayerModules:
+    """Those of --transformer-impl. transformer-engine is imported only when it is asked for."""
+    if impl == "local":
+        return LOCAL
+    from slime_ppo.backends.megatron.spec_te import TRANSFORMER_ENGINE
+
+    return TRANSFORMER_ENGINE
+
+
 def transformer_block_spec(config: TransformerConfig, *, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, with our final norm (Megatron's default one refuses sequence parallelism)."""
+    """The layers of one pipeline stage, with our own choice of final norm (Megatron's refuses sequence parallelism where
+    transformer-engine is missing)."""
+    modules = layer_modules(config.transformer_impl)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, modules)] * num_layers, layer_norm=modules.norm)
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _layer_spec(config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
+    head_norm = modules.norm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
+            linear_qkv=modules.input_linear,
+            core_attention=modules.attention,
+            linear_proj=modules.output_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=modules.input_linear, linear_fc2=modules.output_linear))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=modules.input_norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=modules.input_norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),

@@ -7,6 +7,7 @@ import pytest
 
 from slime_ppo.config.ppo import PpoConfig
 from tests.dist.backends.cases import RANKS, Case, make_folders
+from tests.helpers.layout_table import LAYOUT_ROWS
 from tests.helpers.rank_pool import RankPool
 
 CaseMaker = Callable[..., Case]
@@ -22,6 +23,12 @@ def megatron_pool(rank_pool: RankPool) -> RankPool:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[str, str, str]]:
     """Model folders by whether their embeddings are tied."""
     return {tie: make_folders(tmp_path_factory.mktemp("models"), tie=tie) for tie in (True, False)}
+
+
+@pytest.fixture(scope="session")
+def layout_rows(pytestconfig: pytest.Config) -> dict:
+    """Rows of the table of layouts by name, which `--layout-table FILE` writes at the end of the session."""
+    return pytestconfig.stash.setdefault(LAYOUT_ROWS, {})
 
 
 @pytest.fixture

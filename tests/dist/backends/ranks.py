@@ -1,5 +1,6 @@
 """What the tests of the Megatron backend run on each rank of the pool."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -152,7 +153,7 @@ def _train(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan, ca
         else:
             stats = role.train(batch, plan, [case.lr] * len(plan.steps))
     steps = [merge_stats(ranks).result() for ranks in zip(*_gathered(stats), strict=True)]
-    weights = _whole(role, lambda parameter: parameter.data)
+    weights = _whole(role, _data)
     return RoleReport(steps, gradients, weights, _replicas_equal(role))
 
 
@@ -202,6 +203,60 @@ def iteration(case: Case, batch: RolloutBatch, plan: StepPlan, noise: float = 0.
     columns = {name: getattr(scored, name).astype(np.float32) for name in names if getattr(scored, name) is not None}
     critic_report = None if critic is None else _train(critic, batch, plan, case)
     return Report(columns, log_prob_stats, advantage_stats, _train(actor, batch, plan, case), critic_report)
+
+
+@dataclass(frozen=True)
+class MatrixRun:
+    """Several rollouts in one layout. `metrics` of each rollout: one dictionary per pass and step, as the driver would log them;
+    `gradients` and `weights` (after each rollout) are whole HF tensors by role and name, on rank 0 alone."""
+
+    metrics: list[list[dict[str, float]]]
+    gradients: Tensors
+    weights: list[Tensors]
+    replicas_equal: bool
+    seconds_per_step: float
+
+
+def rollouts(case: Case, batches: Sequence[RolloutBatch], plan: StepPlan) -> MatrixRun | None:
+    """Whole PPO rollouts one after the other, with the gradients of the very first step of both roles."""
+    roles: tuple[ActorRole, CriticRole] = _start(case)
+    actor, critic = roles
+    metrics, weights, gradients, seconds = [], [], {}, []
+    for batch in batches:
+        batch, log_prob_stats = _merged(batch, *actor.compute_log_probs(batch))
+        batch, advantage_stats = _merged(batch, *critic.compute_advantages(batch, case.ppo.kl_coef))
+        found = [log_prob_stats, advantage_stats]
+        for role in (critic, actor):
+            if not gradients.keys() >= {role.table.head}:
+                gradients[role.table.head] = _first_gradients(role, batch, plan)
+            start = time.perf_counter()
+            stats = role.train(batch, plan, [case.lr] * len(plan.steps))
+            seconds.append((time.perf_counter() - start) / len(plan.steps))
+            found += [merge_stats(ranks).result() for ranks in zip(*_gathered(stats), strict=True)]
+        metrics.append(found)
+        weights.append({f"{role.table.head} {name}": t for role in roles for name, t in _whole(role, _data).items()})
+    equal = all(_replicas_equal(role) for role in roles)
+    if dist.get_rank() > 0:
+        return None
+    flat = {f"{head} {name}": tensor for head, of_role in gradients.items() for name, tensor in of_role.items()}
+    return MatrixRun(metrics, flat, weights, equal, min(seconds))
+
+
+def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.data
+
+
+def _first_gradients(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan) -> Tensors:
+    """Gradients of the first step; the weights stay as they are."""
+    found: list[Tensors] = []
+
+    def only_record(lr: float) -> StepOutcome:
+        found.append(_whole_gradients(role))
+        return StepOutcome(grad_norm=1.0, stepped=False)
+
+    with patch.object(role, "apply", only_record):
+        role.train(batch, replace(plan, steps=plan.steps[:1]), [0.0])
+    return found[0]
 
 
 def train_columns(case: Case, batch: RolloutBatch, plan: StepPlan) -> tuple[RoleReport, RoleReport]:

@@ -22,6 +22,7 @@ LAYOUTS = {
     "dp2": ParallelLayout(2),
     "tp2": ParallelLayout(2, tp_size=2),
     "cp2": ParallelLayout(2, cp_size=2),
+    "pp2": ParallelLayout(2, pp_size=2),
 }
 BY_ONE = BatchSettings(1, None)
 FIRST = replace(make_plan(), steps=make_plan().steps[:1])

@@ -25,7 +25,12 @@ from tests.helpers.tiny_family import TINY_FAMILIES, make_tiny_family
 if TYPE_CHECKING:
     from tests.dist.backends.ranks import Report
 
-LAYOUTS = {"one_rank": ParallelLayout(1), "tp2": ParallelLayout(2, tp_size=2)}
+LAYOUTS = {
+    "one_rank": ParallelLayout(1),
+    "tp2": ParallelLayout(2, tp_size=2),
+    "pp2": ParallelLayout(2, pp_size=2),
+    "cp2": ParallelLayout(2, cp_size=2),
+}
 ALL = BatchSettings(100, None)
 BUCKET_BYTES = 20_000
 Folders = dict[tuple[str, bool], tuple[Path, Path]]

@@ -22,6 +22,8 @@ LAYOUTS = {
     "tp2": ParallelLayout(2, tp_size=2),
     "cp2": ParallelLayout(2, cp_size=2),
     "cp2_tp2": ParallelLayout(4, tp_size=2, cp_size=2),
+    "pp2_vpp2": ParallelLayout(2, pp_size=2, vpp_size=2),
+    "tp2_pp2": ParallelLayout(4, tp_size=2, pp_size=2),
 }
 ONE_BUCKET = 1 << 30
 ALL = BatchSettings(100, None)

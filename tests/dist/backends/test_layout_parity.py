@@ -77,10 +77,8 @@ LAYOUTS = {
     "cp2_dp2": (ParallelLayout(4, cp_size=2), BatchSettings(None, 10)),
     "cp4": (ParallelLayout(4, cp_size=4), BatchSettings(1, None)),
     "pp2": (ParallelLayout(2, pp_size=2), BatchSettings(2, None)),
-    "pp2_vpp2": (ParallelLayout(2, pp_size=2, vpp_size=2), BatchSettings(1, None)),
+    "pp2_vpp2": (ParallelLayout(2, pp_size=2, vpp_size=2), BatchSettings(100, None)),
     "pp2_tp2": (ParallelLayout(4, pp_size=2, tp_size=2), BatchSettings(None, 20)),
-    "pp2_cp2_dp2": (ParallelLayout(8, pp_size=2, cp_size=2), BatchSettings(1, None)),
-    "pp4": (ParallelLayout(4, pp_size=4), BatchSettings(100, None)),
 }
 
 
@@ -128,6 +126,29 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
 
 
 @pytest.mark.parametrize(
+    "batching",
+    [
+        BatchSettings(2, None),
+        BatchSettings(7, None),
+        BatchSettings(1, None, balance_by="flops"),
+        # of the samples of 6 to 11 tokens two are above the cap and go alone
+        BatchSettings(None, 10),
+        BatchSettings(None, 10, balance_by="flops"),
+        BatchSettings(None, 1000, balance_by="flops"),
+    ],
+    ids=str,
+)
+def test_iteration_on_two_ranks_any_micro_batch_equals_one_rank(
+    megatron_pool: RankPool, make_case: CaseMaker, one_rank_reports: dict, tmp_path: Path, batching: BatchSettings
+) -> None:
+    """The matrix has micro-batches of one sample; gradients, metrics and weights are the same with each memory knob."""
+    case = _case(make_case, "untied")
+    expected = _one_rank(megatron_pool, case, "untied", one_rank_reports)
+    report = _run(megatron_pool, case.on(ParallelLayout(2), batching, tmp_path), "untied")[0]
+    _assert_reports_equal(report, expected, case)
+
+
+@pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("tied", "tp2"),
@@ -136,6 +157,8 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
         ("support", "tp2"),
         ("untied", "cp2_tp2"),
         ("support", "cp2"),
+        ("tied", "pp2"),
+        ("untied", "pp2_tp2"),
     ],
 )
 def test_iteration_fused_lm_head_equals_one_rank_with_logits(
@@ -147,7 +170,7 @@ def test_iteration_fused_lm_head_equals_one_rank_with_logits(
     _assert_reports_equal(_run(megatron_pool, fused, name)[0], expected, case)
 
 
-@pytest.mark.parametrize("layout", ["one_rank_single", "tp2"])
+@pytest.mark.parametrize("layout", ["one_rank_single", "tp2", "pp2"])
 def test_bfloat16_fused_lm_head_equals_logits_up_to_their_rounding(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
 ) -> None:
@@ -254,7 +277,7 @@ def test_micro_batches_dp2_single_sample_step_leaves_one_rank_empty() -> None:
     assert [len(share[0]) for share in shares] == [1, 0]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2", "pp2"])
 def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
 ) -> None:
@@ -281,7 +304,7 @@ def test_kl_early_stop_any_layout_skips_the_actors_later_steps_on_all_ranks(
         assert np.abs(reports[0].actor.weights[tensor] - weights).max() <= 1e-2 * case.lr, tensor
 
 
-@pytest.mark.parametrize("layout", ["one_rank_single", "dp2", "cp2_dp2", "cp4"])
+@pytest.mark.parametrize("layout", ["one_rank_single", "dp2", "cp2_dp2", "cp4", "pp2_vpp2"])
 def test_iteration_rank_without_trainable_token_still_takes_part(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, layout: str
 ) -> None:

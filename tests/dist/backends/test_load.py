@@ -12,7 +12,7 @@ from tests.dist.backends.cases import RANKS
 from tests.dist.backends.conftest import CaseMaker
 from tests.helpers.rank_pool import RankPool
 
-LAYOUTS = {"one_rank": ParallelLayout(1), "tp2": ParallelLayout(2, tp_size=2)}
+LAYOUTS = {"one_rank": ParallelLayout(1), "tp2": ParallelLayout(2, tp_size=2), "pp2": ParallelLayout(2, pp_size=2)}
 LAYER = "model.layers.1."
 
 

@@ -12,7 +12,12 @@ from tests.dist.backends.cases import RANKS, make_batch, make_plan
 from tests.dist.backends.conftest import CaseMaker
 from tests.helpers.rank_pool import RankPool
 
-LAYOUTS = {"one_rank": ParallelLayout(1), "dp2": ParallelLayout(2), "tp2": ParallelLayout(2, tp_size=2)}
+LAYOUTS = {
+    "one_rank": ParallelLayout(1),
+    "dp2": ParallelLayout(2),
+    "tp2": ParallelLayout(2, tp_size=2),
+    "pp2_vpp2": ParallelLayout(2, pp_size=2, vpp_size=2),
+}
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -46,4 +51,4 @@ def test_reference_swap_pass_that_fails_inside_gives_the_policy_back(
     for restored, was_swapped, num_parameters in megatron_pool.run(
         f"{RANKS}:reference_swap", world=case.layout.num_ranks, case=case
     ):
-        assert restored and was_swapped and num_parameters == 14
+        assert restored and was_swapped and num_parameters == 26

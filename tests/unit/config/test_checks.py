@@ -58,6 +58,22 @@ GRPO: dict[str, Value] = {
             ("the actor has 3 ranks", "--tensor-model-parallel-size 2 does not divide", "Use 1 or 3, or 4 ranks"),
         ),
         (
+            {
+                "parallel__actor_num_nodes": 2,
+                "parallel__actor_num_gpus_per_node": 6,
+                "parallel__tensor_model_parallel_size": 4,
+                "critic__tensor_model_parallel_size": 3,
+            },
+            (
+                "--tensor-model-parallel-size 4 does not divide the 6 ranks of the actor on each of 2",
+                "Use 1 or 2, or a multiple of 4",
+            ),
+        ),
+        (
+            {"parallel__actor_num_nodes": 2, "critic__tensor_model_parallel_size": 2},
+            ("--critic-tensor-model-parallel-size 2 does not divide the 1 ranks of the critic", "(--critic-num-gpus-per-node)"),
+        ),
+        (
             {"parallel__actor_num_gpus_per_node": 2, "parallel__tensor_model_parallel_size": 2, "critic__num_gpus_per_node": 1},
             ("the critic has 1 ranks", "--critic-tensor-model-parallel-size 2 does not divide", "Use 1, or 2 ranks"),
         ),

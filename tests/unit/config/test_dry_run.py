@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slime_ppo.config.dry_run import bundle_tenants, dry_run_report
+from slime_ppo.config.dry_run import bundle_tenants, dry_run_report, placement_text
 from slime_ppo.config.model_shape import ModelShape
 from tests.helpers.configs import make_config, write_model_folder
 
@@ -12,6 +12,32 @@ def test_bundle_tenants_of_uneven_roles_share_bundles_rank_by_rank() -> None:
     assert bundle_tenants(config) == [("actor rank 0", "critic rank 0", "rollout engine"), ("actor rank 1",)]
     config = make_config(critic__num_gpus_per_node=2)
     assert bundle_tenants(config) == [("actor rank 0", "critic rank 0", "rollout engine"), ("critic rank 1",)]
+
+
+def test_bundle_tenants_without_colocation_live_alone() -> None:
+    config = make_config(parallel__actor_num_gpus_per_node=2, critic__num_gpus_per_node=1, cluster__colocate=False)
+    assert bundle_tenants(config) == [("actor rank 0",), ("actor rank 1",), ("critic rank 0",), ("rollout engine",)]
+
+
+def test_placement_text_says_how_the_devices_are_shared() -> None:
+    text = placement_text(make_config(), "ray")
+    assert "rollout engine: 1 process; all share the devices, one is awake at a time" in text
+    text = placement_text(make_config(cluster__offload=False), "ray")
+    assert "all share the devices, all stay in memory" in text
+    text = placement_text(make_config(cluster__colocate=False, cluster__device="cuda"), "ray")
+    assert "each has devices of its own, critic and actor train side by side" in text
+    assert "bundle 2 (1 CPU + 1 GPU): rollout engine\n" in text
+    text = placement_text(make_config(cluster__colocate=False, ppo__advantage_estimator="grpo"), "ray")
+    assert "each has devices of its own\n" in text and "critic" not in text
+
+
+def test_dry_run_report_without_ray_names_processes_and_no_bundle(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
+    config = make_config(parallel__actor_num_gpus_per_node=2, cluster__device="cpu")
+    report = dry_run_report(config, shape, launcher="local")
+    assert "process 0 (1 CPU): actor rank 0, critic rank 0, rollout engine" in report
+    assert "process 1 (1 CPU): actor rank 1, critic rank 1" in report
+    assert "bundle" not in report
 
 
 def test_dry_run_report_has_plan_placement_memory_and_warnings(tmp_path: Path) -> None:

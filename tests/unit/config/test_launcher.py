@@ -61,6 +61,14 @@ def test_chosen_launcher_critic_sizes_of_a_run_without_a_critic_do_not_matter() 
     assert chosen_launcher(make_config(ppo__advantage_estimator="grpo", **values), SECOND_OF_TWO) == "local"
 
 
+@pytest.mark.parametrize("asked", ["auto", "local"])
+def test_chosen_launcher_devices_of_their_own_need_ray(asked: str) -> None:
+    config = make_config(cluster__launcher=asked, cluster__colocate=False)
+    with pytest.raises(ConfigError, match="--no-colocate without Ray: .* share their devices.* --launcher ray"):
+        chosen_launcher(config, RankPlace(0, 1, 0, started_by_torchrun=True))
+    assert chosen_launcher(make_config(cluster__colocate=False), ALONE) == "ray"
+
+
 def test_launcher_text_says_how_many_ranks_and_who_started_them() -> None:
     assert launcher_text("ray", ALONE) == "launcher: ray"
     assert launcher_text("local", ALONE) == "launcher: local, 1 rank, no Ray"

@@ -80,6 +80,7 @@ def test_role_memory_of_bfloat16_ranks_splits_main_params_and_moments_over_data_
     one = role_memory(config, shape, "actor")
     assert (one.params, one.grads, one.optimizer) == (2 * GLASS_PARAMS, 4 * GLASS_PARAMS, 12 * GLASS_PARAMS // 2)
     assert one.host == 0
+    assert role_memory(make_config(cluster__colocate=False), shape, "actor").host == 0, "nobody sleeps on devices of their own"
 
 
 def test_role_memory_under_context_parallelism_holds_chunks_of_samples_and_a_share_of_the_moments(shape: ModelShape) -> None:

@@ -49,6 +49,16 @@ def test_derived_numbers_follow_the_sections() -> None:
     actor, critic = config.role("actor"), config.role("critic")
     assert (actor.num_ranks, actor.dp_size, critic.num_ranks, critic.dp_size) == (8, 4, 2, 2)
     assert config.num_bundles == 8
+    assert config.bundles == {"actor": range(8), "critic": range(2), "rollout": range(1)}
+
+
+def test_bundles_without_colocation_are_one_tenants_each_and_nothing_is_offloaded() -> None:
+    values: dict[str, Value] = {"parallel__actor_num_gpus_per_node": 4, "critic__num_gpus_per_node": 2}
+    config = make_config(**values, cluster__colocate=False)
+    assert config.bundles == {"actor": range(4), "critic": range(4, 6), "rollout": range(6, 7)}
+    assert (config.num_bundles, config.offloads, make_config(**values).offloads) == (7, False, True)
+    config = make_config(**values, cluster__colocate=False, ppo__advantage_estimator="grpo")
+    assert config.bundles == {"actor": range(4), "rollout": range(4, 5)}
 
 
 def test_roles_context_parallel_size_divides_the_data_parallel_one_and_the_critic_may_have_its_own() -> None:

@@ -39,6 +39,7 @@ _CRITIC = "used only with an --advantage-estimator that has a critic (gae)"
         ({**KL_LOSS, "ppo__allow_double_kl": True}, ("--allow-double-kl has no effect", "--kl-coef above 0 together with")),
         ({"ppo__kl_coef": 0.1, "ppo__allow_double_kl": True}, ("--allow-double-kl has no effect", "--use-kl-loss")),
         ({"ppo__entropy_support": "sampled"}, ("--entropy-support sampled has no effect", "a restricted sampler")),
+        ({"cluster__colocate": False, "cluster__offload": False}, ("--no-offload has no effect", "that are shared (--colocate)")),
         ({"correction__cap": 3.0}, ("--rollout-correction-cap 3.0 has no effect", "--rollout-correction tis")),
         ({"correction__mode": "tis", "correction__low": 0.1}, ("--rollout-correction-low 0.1 has no effect", "icepop")),
         ({"correction__mode": "tis", "correction__high": 9.0}, ("--rollout-correction-high 9.0 has no effect", "icepop")),
@@ -70,6 +71,7 @@ def test_unused_options_are_warned_of_and_the_run_goes_on(values: Values, parts:
         {"correction__rejection": "geometric", "correction__rejection_low": 0.9, "correction__rejection_high": 1.1},
         {"correction__use_rollout_log_probs": True},
         {"critic__lr": 1e-3, "ppo__value_clip": 0.1},
+        {"cluster__colocate": False},
         {**KL_LOSS, "ppo__kl_coef": 0.1, "ppo__allow_double_kl": True},
     ],
 )

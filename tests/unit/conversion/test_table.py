@@ -82,6 +82,25 @@ def test_table_of_every_family_names_exactly_the_tensors_of_transformers(tmp_pat
     assert used == sorted(_names(folder) if head == "language_model" else _names(folder) - {"lm_head.weight"} | {"score.weight"})
 
 
+@pytest.mark.parametrize("first_layer", [0, 1])
+@pytest.mark.parametrize("family", list(TINY_FAMILIES))
+def test_rule_of_a_norm_that_is_one_module_with_the_linear_after_it_is_that_of_the_norm(
+    tmp_path: Path, *, family: str, first_layer: int
+) -> None:
+    """transformer-engine's names, written out here once more. Every other parameter has the same name in both."""
+    table = ConversionTable(ModelShape.from_hf_folder(make_tiny_family(tmp_path, family, tie=False, seed=0)), "language_model")
+    layer = f"model.layers.{first_layer}."
+    for fused, apart, hf in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    ):
+        rule = table.rule(f"decoder.layers.0.{fused}", first_layer)
+        assert rule == table.rule(f"decoder.layers.0.{apart}", first_layer)
+        assert (rule.hf, rule.split) == ((layer + hf,), Split.REPLICATED)
+    with pytest.raises(ConversionError, match=r"decoder\.layers\.0\.mlp\.linear_fc2\.layer_norm_weight"):
+        table.rule("decoder.layers.0.mlp.linear_fc2.layer_norm_weight", 0)
+
+
 def test_families_are_found_by_their_files() -> None:
     assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3"]
     assert {family.model_type for family in FAMILIES.values()} == {model_type for model_type, _ in TINY_FAMILIES.values()}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_ppo.data.pack import ContextRank, pack_context_share, pack_micro_batch
+from slime_ppo.data.pack import ContextRank, pack_micro_batch
 from slime_ppo.types.micro_batch import MicroBatch
 from slime_ppo.types.rollout_batch import RolloutBatch, filled
 
@@ -30,7 +30,7 @@ def _batch() -> RolloutBatch:
 
 
 def _pack(rows: list[int], multiple: int) -> MicroBatch:
-    return pack_micro_batch(_batch(), np.array(rows, np.int64), multiple=multiple, device=CPU)
+    return pack_micro_batch(_batch(), np.array(rows, np.int64), multiple=multiple, device=CPU, context=None)
 
 
 def test_pack_two_samples_positions_are_those_before_each_response_token() -> None:
@@ -44,10 +44,10 @@ def test_pack_two_samples_positions_are_those_before_each_response_token() -> No
     assert packed.rows.tolist() == [1, 0] and packed.batch.sample_ids.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("multiple", "total", "longest"), [(2, 10, 6), (4, 12, 8), (9, 9, 5)])
-def test_pack_padding_extends_the_last_sequence_and_moves_no_position(multiple: int, total: int, longest: int) -> None:
+@pytest.mark.parametrize(("multiple", "total", "longest"), [(2, 10, 5), (4, 12, 5), (9, 9, 5), (16, 16, 7)])
+def test_pack_padding_is_a_last_sequence_and_moves_no_position(multiple: int, total: int, longest: int) -> None:
     packed = _pack([1, 0], multiple)
-    assert len(packed.tokens) == total and packed.cu_seqlens.tolist() == [0, 4, total]
+    assert len(packed.tokens) == total and packed.cu_seqlens.tolist() == [0, 4, 9, *([total] if total > 9 else [])]
     assert packed.max_seqlen == longest
     assert packed.tokens[9:].tolist() == [0] * (total - 9)
     assert packed.positions.tolist() == [0, 1, 2, 6, 7] and packed.last_positions.tolist() == [3, 8]
@@ -92,14 +92,13 @@ def _of_lengths(lens: list[tuple[int, int]]) -> RolloutBatch:
 
 def _shares(batch: RolloutBatch, rows: np.ndarray, *, cp_size: int, multiple: int) -> list[MicroBatch]:
     return [
-        pack_context_share(batch, rows, multiple=multiple, device=CPU, context=ContextRank(cp_size, rank))
-        for rank in range(cp_size)
+        pack_micro_batch(batch, rows, multiple=multiple, device=CPU, context=ContextRank(cp_size, rank)) for rank in range(cp_size)
     ]
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4])
-def test_pack_context_share_every_length_puts_each_token_on_one_rank_where_its_positions_say(cp_size: int, multiple: int) -> None:
+def test_pack_share_every_length_puts_each_token_on_one_rank_where_its_positions_say(cp_size: int, multiple: int) -> None:
     """All samples in one pack, and each alone: the ranks' shares laid back by hand are the samples and their padding."""
     batch = _of_lengths([(p, r) for p in (1, 2 * cp_size + 1) for r in range(1, (2 * cp_size) ** 2 + 9)])
     rng = np.random.default_rng(cp_size)
@@ -157,7 +156,7 @@ def _check_columns(chosen: RolloutBatch, shares: list[MicroBatch]) -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4])
-def test_pack_context_share_empty_micro_batch_has_two_tokens_or_more_and_no_position(multiple: int) -> None:
+def test_pack_share_empty_micro_batch_has_two_tokens_or_more_and_no_position(multiple: int) -> None:
     for share in _shares(_of_lengths([(1, 1)]), np.zeros(0, np.int64), cp_size=2, multiple=multiple):
         assert len(share.tokens) >= 2 and len(share.tokens) % multiple == 0 and not share.tokens.any()
         assert share.cu_seqlens.tolist() == [0, 2 * len(share.tokens)] and share.max_seqlen == 2 * len(share.tokens)

@@ -70,6 +70,18 @@ def test_gather_dead_process_beats_python_error_and_echo(outcomes: Outcomes) -> 
     assert str(message).startswith("rollout engine died during actor training (then failed too: actor rank 0, actor rank 1):")
 
 
+def test_side_by_side_ranks_of_both_roles_train_at_once_and_each_end_is_told(outcomes: Outcomes) -> None:
+    steps = {"critic": [0.25, 0.5], "actor": [1.0, 2.0]}
+    assert outcomes["side_by_side"] == ["", [steps, ["actor", "critic"]]]
+
+
+def test_side_by_side_failure_of_one_role_ends_the_wait_for_the_other(outcomes: Outcomes) -> None:
+    kind, message = outcomes["side_by_side_failure"]
+    assert kind == "NumericsError"
+    assert str(message).startswith("values of sample 3 is nan [actor rank ")
+    assert "critic and actor training side by side]" in str(message)
+
+
 def test_placement_more_bundles_than_the_cluster_has_is_refused_with_both_numbers(outcomes: Outcomes) -> None:
     kind, message = outcomes["too_many_bundles"]
     cpus = int(str(outcomes["cpus"][1]).removesuffix(".0"))

@@ -17,6 +17,7 @@ VALUES: dict[str, Value] = {
     "model__hf_checkpoint": "actor-folder",
     "model__ref_load": "ref-folder",
     "model__dtype": "bfloat16",
+    "model__transformer_impl": "local",  # whatever the environment of the tests has
     "model__make_vocab_size_divisible_by": 64,
     "optimizer__clip_grad": 0.5,
     "optimizer__weight_decay": 0.01,
@@ -89,10 +90,12 @@ def test_worker_settings_reference_only_where_the_kl_is_used(values: dict[str, V
 
 
 def test_worker_settings_dynamic_batches_count_tokens_alone() -> None:
-    config = make_config(**(VALUES | {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 500}))
+    config = make_config(
+        **(VALUES | {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 500, "batch__balance_by": "flops"})
+    )
     for role in ("actor", "critic"):
         found = worker_settings(config, role, init_method="tcp://a:1", device="cpu")
-        assert {one.batch for one in found} == {BatchSettings(micro_batch_size=None, max_tokens=500)}
+        assert {one.batch for one in found} == {BatchSettings(micro_batch_size=None, max_tokens=500, balance_by="flops")}
 
 
 def test_worker_settings_context_parallel_size_is_the_roles() -> None:

@@ -59,7 +59,7 @@ def test_candidates_whitening_agree_until_the_mean_is_large() -> None:
 
 
 def test_candidates_balancing_hold_every_sample_once() -> None:
-    for case, num_samples in zip(balancing.cases("small"), (64, 64, 500), strict=True):
+    for case, num_samples in zip(balancing.cases("small"), (64, 64, 500, 64), strict=True):
         for candidate in case.candidates:
             found = candidate.run()
             assert sorted(int(position) for members in found for position in members) == list(range(num_samples))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, RunClock, phase_metrics
+from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, PHASES, SIDE_BY_SIDE_PHASES, RunClock, phase_metrics, run_phases
 
 
 class Time:
@@ -67,6 +67,40 @@ def test_where_names_rollout_and_phase_also_after_a_failure(time: Time) -> None:
     with pytest.raises(ValueError, match="in a phase"), clock.phase("values"):
         raise ValueError("in a phase")
     assert clock.where == "rollout 3, values"
+
+
+def test_both_train_is_the_time_until_the_first_has_ended_and_the_rest_is_the_others(time: Time) -> None:
+    clock = RunClock(run_phases(has_critic=True, side_by_side=True))
+    clock.start_rollout(2)
+    for ends in ({"critic": 4.0, "actor": 1.0}, {"actor": 2.0, "critic": 0.5}):
+        with clock.both_train() as ended:
+            assert clock.where == "rollout 2, critic train beside actor train"
+            for role, seconds in ends.items():
+                time.now += seconds
+                ended(role)
+        assert clock.where == "rollout 2"
+    found = clock.phases()
+    expected = dict.fromkeys(SIDE_BY_SIDE_PHASES, 0.0) | {"both train": 6.0, "actor train": 1.0, "critic train": 0.5, "other": 0.0}
+    assert found == expected and list(found) == [*SIDE_BY_SIDE_PHASES, "other"]
+    metrics = phase_metrics(found, 15.0)
+    assert (metrics["perf/critic_train_time"], metrics["perf/actor_train_time"], metrics["perf/both_train_time"]) == (6.5, 7.0, 6.0)
+    assert (metrics["perf/step_time"], metrics["perf/tokens_per_s"]) == (7.5, 2.0)
+
+
+def test_both_train_names_the_place_after_a_failure(time: Time) -> None:
+    clock = RunClock()
+    clock.start_rollout(0)
+    with pytest.raises(ValueError, match="of the critic"), clock.both_train():
+        raise ValueError("of the critic")
+    assert clock.where == "rollout 0, critic train beside actor train"
+
+
+def test_run_phases_are_those_that_the_run_has() -> None:
+    assert run_phases(has_critic=True, side_by_side=False) == PHASES
+    assert run_phases(has_critic=True, side_by_side=True) == SIDE_BY_SIDE_PHASES
+    assert sorted(SIDE_BY_SIDE_PHASES) == sorted([*PHASES, "both train"])
+    for side_by_side in (False, True):
+        assert run_phases(has_critic=False, side_by_side=side_by_side) == CRITIC_FREE_PHASES
 
 
 def test_phase_metrics_name_every_phase_and_rate_the_whole() -> None:

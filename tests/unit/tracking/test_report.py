@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
-from slime_ppo.tracking.clock import CRITIC_FREE_PHASES
+from slime_ppo.tracking.clock import CRITIC_FREE_PHASES, SIDE_BY_SIDE_PHASES
 from slime_ppo.tracking.jsonl import JsonlTracker
 from slime_ppo.tracking.phrases import Phrase
 from slime_ppo.tracking.report import ReportTracker, main, rebuild_report, render_report, write_report
@@ -96,7 +96,7 @@ def test_report_charts_read_metrics_and_phases_that_the_trainer_writes(records: 
     written = set(records[0].metrics) | set(records[1].metrics)
     assert read <= written
     assert len(read) > 15
-    for phase in {*records[0].phases, *CRITIC_FREE_PHASES}:
+    for phase in {*records[0].phases, *CRITIC_FREE_PHASES, *SIDE_BY_SIDE_PHASES}:
         assert f"--p-{phase.replace(' ', '-')}:" in asset("style.css")
 
 

@@ -10,7 +10,7 @@ from tests.dist.backends.cases import make_batch
 
 
 def _packed() -> MicroBatch:
-    return pack_micro_batch(make_batch(), np.array([2, 0]), multiple=1, device=torch.device("cpu"))
+    return pack_micro_batch(make_batch(), np.array([2, 0]), multiple=1, device=torch.device("cpu"), context=None)
 
 
 def test_column_read_only_arrays_of_an_object_store_become_tensors_of_their_own() -> None:

@@ -13,7 +13,7 @@ def test_log_probs_backward_uses_up_the_selected_logits_and_no_others(monkeypatc
     """The gradient is written over the selected copy (so that a second pass is refused), not over the model's output."""
     monkeypatch.setattr(lm_head, "tensor_parallel_group", lambda: None)
     head = lm_head.LmHead(vocab_size=VOCAB, temperature=1.0, entropy_support="full", weight=None, sequence_parallel=False)
-    micro_batch = pack_micro_batch(make_batch(), np.arange(2), multiple=1, device=torch.device("cpu"))
+    micro_batch = pack_micro_batch(make_batch(), np.arange(2), multiple=1, device=torch.device("cpu"), context=None)
     output = torch.randn((len(micro_batch.tokens), VOCAB), generator=torch.Generator().manual_seed(0)).requires_grad_()
     before = output.detach().clone()
     total = head.log_probs(micro_batch, output, "none").log_probs.sum()
