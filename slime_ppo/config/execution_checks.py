@@ -1,11 +1,14 @@
 """How a step is computed: recomputation, overlap and precision that cannot be. Every message names the options and a way out."""
 
+import importlib.util
+
 from slime_ppo.config.checked import Checked
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleSettings
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
 
+_FUSION_EXTENSION = "fused_weight_gradient_mlp_cuda"
 RECOMPUTABLE = ("core_attn", "mlp", "layernorm", "moe")
 
 
@@ -26,8 +29,13 @@ def check_execution_on(config: Config, device: str) -> None:
     """The part that depends on the device, for where `--device auto` is resolved. Raises ConfigError."""
     if config.parallel.gradient_accumulation_fusion and device == "cpu":
         raise ConfigError(
-            "--gradient-accumulation-fusion on a CPU: the kernel that it names (fused_weight_gradient_mlp_cuda, part of apex) "
-            "exists for GPUs only. Leave it out, or use --device cuda"
+            f"--gradient-accumulation-fusion on a CPU: its kernel ({_FUSION_EXTENSION}, part of apex) is for GPUs only. Leave it "
+            "out, or use --device cuda"
+        )
+    if config.parallel.gradient_accumulation_fusion and importlib.util.find_spec(_FUSION_EXTENSION) is None:
+        raise ConfigError(
+            f"--gradient-accumulation-fusion: apex's extension {_FUSION_EXTENSION} is not installed in this environment. Leave it "
+            "out, or build apex with its C++ and CUDA extensions"
         )
     recompute = config.recompute
     if recompute.recompute_granularity == "selective" and "layernorm" in recompute.modules and device == "cpu":

@@ -43,6 +43,8 @@ class ParallelConfig:
         help="gather updated weights while the next step's forward pass runs; with --overlap-grad-reduce. Same numbers: weights "
         "are whole again before anything but a step reads them",
     )
-    gradient_accumulation_fusion: bool = option(
-        False, help="the kernel that makes a weight's gradient adds it to the float32 sum; a GPU with apex's extension"
+    gradient_accumulation_fusion: bool | None = option(
+        None,
+        help="the kernel that makes a weight's gradient adds it to the float32 sum; a GPU with apex's extension",
+        default_text="on with transformer_engine where the extension is installed",
     )

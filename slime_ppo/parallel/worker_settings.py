@@ -57,7 +57,7 @@ class OptimizerSettings:
 @dataclass(frozen=True)
 class ExecutionSettings:
     """How a step is computed, in Megatron's words; none of it changes a gradient. `recompute_granularity` None: all activations
-    are kept."""
+    are kept; `gradient_accumulation_fusion` None: where it can be had."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
@@ -65,7 +65,7 @@ class ExecutionSettings:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool | None = None
 
 
 @dataclass(frozen=True)

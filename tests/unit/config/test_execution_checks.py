@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from slime_ppo.config.checks import check_config, check_model_shape, config_warnings
-from slime_ppo.config.execution_checks import check_execution_on
 from slime_ppo.config.fields import Value
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.errors import ConfigError
@@ -73,21 +72,21 @@ def test_check_config_execution_that_cannot_be_is_refused(values: dict[str, Valu
     [
         FULL,
         SELECTIVE,
-        FUSION | {"cluster__device": "cuda"},
         FUSION,  # auto: refused when the device is known
         {"parallel__overlap_grad_reduce": True, "parallel__overlap_param_gather": True},
     ],
 )
 def test_check_config_execution_that_can_be_passes(values: dict[str, Value]) -> None:
-    config = make_config(reward__rm_type="vader", **values)
-    check_config(config)
-    check_execution_on(config, "cuda")
+    check_config(make_config(reward__rm_type="vader", **values))
 
 
-def test_worker_settings_fusion_on_an_automatic_cpu_is_refused_before_a_rank_starts() -> None:
+def test_worker_settings_fusion_is_refused_before_a_rank_starts_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(**FUSION)
     with pytest.raises(ConfigError, match="--gradient-accumulation-fusion on a CPU"):
         worker_settings(config, "actor", init_method="file:///x", device="cpu")
+    with pytest.raises(ConfigError, match="extension fused_weight_gradient_mlp_cuda is not installed"):
+        worker_settings(config, "actor", init_method="file:///x", device="cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert worker_settings(config, "actor", init_method="file:///x", device="cuda")[0].execution.gradient_accumulation_fusion
 
 
@@ -95,7 +94,7 @@ def test_worker_settings_fusion_on_an_automatic_cpu_is_refused_before_a_rank_sta
 def test_worker_settings_both_roles_compute_a_step_alike(role: str) -> None:
     values = FULL | {"parallel__overlap_grad_reduce": True, "parallel__overlap_param_gather": True, "model__fp32_lm_head": True}
     [rank] = worker_settings(make_config(**values), role, init_method="file:///x", device="cpu")  # type: ignore[arg-type]
-    assert rank.execution == ExecutionSettings("full", "uniform", 1, ("core_attn",), True, True, False)
+    assert rank.execution == ExecutionSettings("full", "uniform", 1, ("core_attn",), True, True, None)
     assert rank.model.fp32_lm_head
     [rank] = worker_settings(make_config(**SELECTIVE), role, init_method="file:///x", device="cpu")  # type: ignore[arg-type]
     assert rank.execution == ExecutionSettings(recompute_granularity="selective", recompute_modules=("core_attn", "mlp"))
