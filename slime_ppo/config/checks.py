@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from slime_ppo.config.algorithm_checks import check_algorithm
 from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.execution_checks import check_execution, check_execution_of_model
 from slime_ppo.config.fields import shown
 from slime_ppo.config.layout_checks import check_layout, check_layout_of_model
 from slime_ppo.config.model_shape import ModelShape
@@ -32,6 +33,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         _check_reward,
         _check_sampler,
         check_layout,
+        check_execution,
         _check_transformer_impl,
         _check_batch,
         _check_micro_batch,
@@ -56,6 +58,7 @@ def check_engine_support(config: Config, *, returns_support: bool) -> None:
 def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor") -> None:
     """Refuse parallel sizes or a length that the role's model does not allow. Raises ConfigError."""
     check_layout_of_model(config.role(role), shape)
+    check_execution_of_model(config, config.role(role), shape)
     _check_lengths(config, shape, config.role(role).hf_folder)
 
 

@@ -34,6 +34,11 @@ class ModelConfig:
         help="log-probs from hidden states block by block: the logits of a micro-batch never exist, at the price of making them "
         "again in the backward pass. Same numbers; for large vocabularies and long responses",
     )
+    fp32_lm_head: bool = option(
+        False,
+        help="with --dtype bfloat16 the output layer and its logits are float32, in the actor and the engine; an embedding that is "
+        "tied to it is float32 too. Saved and synced as such",
+    )
     save_hf: bool = option(True, help="write the final actor weights as a Hugging Face folder under <save>/hf")
 
     @property

@@ -35,3 +35,16 @@ class ParallelConfig:
         default_text="same as --tensor-model-parallel-size",
         at_least=1,
     )
+    overlap_grad_reduce: bool = option(
+        False, help="reduce gradients over data-parallel ranks while the backward pass still runs; same numbers"
+    )
+    overlap_param_gather: bool = option(
+        False,
+        help="gather updated weights while the next step's forward pass runs; with --overlap-grad-reduce. Same numbers: weights "
+        "are whole again before anything but a step reads them",
+    )
+    gradient_accumulation_fusion: bool | None = option(
+        None,
+        help="the kernel that makes a weight's gradient adds it to the float32 sum; a GPU with apex's extension",
+        default_text="on with transformer_engine where the extension is installed",
+    )

@@ -16,6 +16,7 @@ from slime_ppo.config.model import ModelConfig
 from slime_ppo.config.optimizer import OptimizerConfig
 from slime_ppo.config.parallel import ParallelConfig
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.config.recompute import RecomputeConfig
 from slime_ppo.config.reward import RewardConfig
 from slime_ppo.config.roles import ROLE_NAMES, RoleName, RoleSettings
 from slime_ppo.config.rollout import RolloutConfig
@@ -42,6 +43,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

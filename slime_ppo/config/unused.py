@@ -19,6 +19,8 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
     if config.optimizer.lr_decay_style == "constant":
         yield "optimizer.min_lr", "--lr-decay-style linear or cosine"
         yield "optimizer.lr_decay_iters", "--lr-decay-style linear or cosine"
+    if config.model.dtype == "float32":
+        yield "model.fp32_lm_head", "--dtype bfloat16"
     if not config.tracking.use_wandb:
         yield "tracking.wandb_project", "--use-wandb"
         yield "tracking.wandb_mode", "--use-wandb"

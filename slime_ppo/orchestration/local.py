@@ -260,6 +260,7 @@ class LocalLauncher:
             dtype=config.model.dtype,
             device=device,
             trust_remote_code=config.model.trust_remote_code,
+            fp32_lm_head=config.model.fp32_lm_head,
             num_threads=config.cluster.num_threads_per_rank,
         )
         if config.offloads:

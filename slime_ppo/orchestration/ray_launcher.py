@@ -64,6 +64,7 @@ class RayLauncher:
             dtype=config.model.dtype,
             device=cluster.device,
             trust_remote_code=config.model.trust_remote_code,
+            fp32_lm_head=config.model.fp32_lm_head,
             num_threads=config.cluster.num_threads_per_rank,
             starts_offloaded=config.offloads,
         )

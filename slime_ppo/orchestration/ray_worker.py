@@ -152,12 +152,25 @@ class EngineProcess(Process):
 
     @_logged
     def start(
-        self, hf_folder: str, *, dtype: str, device: str, trust_remote_code: bool, num_threads: int, starts_offloaded: bool
+        self,
+        hf_folder: str,
+        *,
+        dtype: str,
+        device: str,
+        trust_remote_code: bool,
+        fp32_lm_head: bool,
+        num_threads: int,
+        starts_offloaded: bool,
     ) -> None:
         from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 
         self._engine = EmbeddedEngine(
-            hf_folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code, num_threads=num_threads
+            hf_folder,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            fp32_lm_head=fp32_lm_head,
+            num_threads=num_threads,
         )
         if starts_offloaded:
             self._engine.offload(EnginePart.ALL)

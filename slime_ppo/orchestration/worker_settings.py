@@ -2,12 +2,14 @@
 
 import os
 
+from slime_ppo.config.execution_checks import check_execution_on
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.config.transformer_impl import chosen_transformer_impl
 from slime_ppo.parallel.worker_settings import (
     BatchSettings,
     DeviceKind,
+    ExecutionSettings,
     ModelSettings,
     OptimizerSettings,
     RankSettings,
@@ -16,7 +18,8 @@ from slime_ppo.parallel.worker_settings import (
 
 
 def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
-    """One entry per rank of the role."""
+    """One entry per rank of the role. Raises ConfigError for an option that the device does not have."""
+    check_execution_on(config, device)
     one = config.role(role)
     keeps_reference = role == "actor" and config.ppo.needs_reference
     model = ModelSettings(
@@ -26,6 +29,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         dtype=config.model.dtype,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         fuse_lm_head=config.model.fuse_lm_head,
+        fp32_lm_head=config.model.fp32_lm_head,
         transformer_impl=chosen_transformer_impl(config.model, device),
     )
     optimizer = OptimizerSettings(
@@ -53,8 +57,29 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         )
         for rank in range(one.num_ranks)
     ]
-    offload = config.offloads
     return [
-        WorkerSettings(rank=rank, layout=one.layout, model=model, optimizer=optimizer, batch=batch, starts_offloaded=offload)
+        WorkerSettings(
+            rank=rank,
+            layout=one.layout,
+            model=model,
+            optimizer=optimizer,
+            batch=batch,
+            starts_offloaded=config.offloads,
+            execution=_execution(config),
+        )
         for rank in ranks
     ]
+
+
+def _execution(config: Config) -> ExecutionSettings:
+    """The same for both roles."""
+    recompute, parallel = config.recompute, config.parallel
+    return ExecutionSettings(
+        recompute_granularity=recompute.recompute_granularity,
+        recompute_method=recompute.recompute_method,
+        recompute_num_layers=recompute.recompute_num_layers,
+        recompute_modules=recompute.modules,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        gradient_accumulation_fusion=parallel.gradient_accumulation_fusion,
+    )

@@ -32,13 +32,14 @@ class RankSettings:
 @dataclass(frozen=True)
 class ModelSettings:
     """Where a role's weights come from. `ref_folder` None: the role keeps no reference. `fuse_lm_head`: the policy's log-probs are
-    made from hidden states, without logits."""
+    made from hidden states, without logits. `fp32_lm_head`: the policy's output layer is float32 whatever `dtype` is."""
 
     hf_folder: str
     ref_folder: str | None
     dtype: Literal["float32", "bfloat16"]
     make_vocab_size_divisible_by: int
     fuse_lm_head: bool = False
+    fp32_lm_head: bool = False
     transformer_impl: TransformerImpl = "local"
 
 
@@ -51,6 +52,20 @@ class OptimizerSettings:
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
+
+
+@dataclass(frozen=True)
+class ExecutionSettings:
+    """How a step is computed, in Megatron's words; none of it changes a gradient. `recompute_granularity` None: all activations
+    are kept; `gradient_accumulation_fusion` None: where it can be had."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    gradient_accumulation_fusion: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -75,3 +90,4 @@ class WorkerSettings:
     optimizer: OptimizerSettings
     batch: BatchSettings
     starts_offloaded: bool = False
+    execution: ExecutionSettings = ExecutionSettings()

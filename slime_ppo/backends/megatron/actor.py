@@ -14,7 +14,6 @@ from slime_ppo.backends.megatron.role import (
     MegatronRole,
     StepDenominator,
     require_finite_columns,
-    run_steps,
     together,
 )
 from slime_ppo.config.correction import CorrectionConfig
@@ -86,8 +85,7 @@ class ActorRole(MegatronRole):
         def run(step: Step, lr: float, stats: Stats) -> bool:
             return self._step(batch, step, lr=lr, stats=stats, may_stop=step is not first)
 
-        results = run_steps(plan, batch, learning_rates, run)
-        return results if self.reports_tokens else [Stats() for _ in results]
+        return self.run_plan(plan, batch, learning_rates, run)
 
     def _old_columns(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> ColumnPart:
         if not self._correction.use_rollout_log_probs:

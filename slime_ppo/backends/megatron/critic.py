@@ -12,7 +12,6 @@ from slime_ppo.backends.megatron.role import (
     StepDenominator,
     add_token_means,
     require_finite_columns,
-    run_steps,
     together,
 )
 from slime_ppo.config.ppo import PpoConfig
@@ -60,8 +59,7 @@ class CriticRole(MegatronRole):
             self._step(batch, step, lr, stats)
             return False
 
-        results = run_steps(plan, batch, learning_rates, run)
-        return results if self.reports_tokens else [Stats() for _ in results]
+        return self.run_plan(plan, batch, learning_rates, run)
 
     def _value_head(self, micro_batch: MicroBatch, output: torch.Tensor) -> dict[str, torch.Tensor]:
         values = output.float().reshape(-1)

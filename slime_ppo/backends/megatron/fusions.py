@@ -1,7 +1,7 @@
 """Which of Megatron's fused kernels a run uses."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_ppo.parallel.worker_settings import TransformerImpl
 
@@ -16,10 +16,18 @@ class Fusions:
     gradient_accumulation_fusion: bool = False
 
 
-def fusions_of(impl: TransformerImpl) -> Fusions:
-    """None for local layers; for those of transformer-engine all that this environment has kernels for."""
-    if impl == "local":
-        return Fusions()
+def fusions_of(impl: TransformerImpl, gradient_accumulation: bool | None = None) -> Fusions:
+    """None for local layers; for those of transformer-engine all that this environment has kernels for.
+
+    `gradient_accumulation` True or False is what the user has said about that one kernel, for either kind of layers.
+    """
+    fusions = Fusions() if impl == "local" else _of_transformer_engine()
+    if gradient_accumulation is None:
+        return fusions
+    return replace(fusions, gradient_accumulation_fusion=gradient_accumulation)
+
+
+def _of_transformer_engine() -> Fusions:
     return Fusions(
         apply_rope_fusion=True,
         bias_activation_fusion=True,

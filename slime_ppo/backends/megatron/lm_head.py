@@ -107,3 +107,17 @@ def fuse_output_layer(model: GPTModel) -> torch.nn.Parameter | None:
     # an output layer that shares the embedding of its own stage has no weight; Megatron passes it in at every call
     tied: torch.nn.Parameter = model.embedding.word_embeddings.weight
     return tied
+
+
+def widen_output_layer(model: GPTModel) -> None:
+    """Make the output layer and its input float32 in a model of another dtype: so are the logits, or, fused, the last hidden
+    states. An embedding that is tied to it is float32 too, and hands its result on in the model's dtype.
+
+    Call before weights are loaded, which would lose their lower bits, and before the model is wrapped.
+    """
+    if model.pre_process and model.share_embeddings_and_output_weights:
+        model.embedding.word_embeddings.float()
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output.to(model.config.params_dtype))
+    if model.post_process:
+        model.output_layer.float()
+        model.output_layer.register_forward_pre_hook(lambda _module, inputs: (inputs[0].float(), *inputs[1:]))

@@ -18,10 +18,12 @@ from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
 from slime_ppo.errors import ConversionError
 from slime_ppo.parallel.layout import ParallelLayout
-from slime_ppo.parallel.worker_settings import TransformerImpl
+from slime_ppo.parallel.worker_settings import ExecutionSettings, TransformerImpl
 
 
-def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, impl: TransformerImpl) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, impl: TransformerImpl, execution: ExecutionSettings
+) -> TransformerConfig:
     """Megatron's config of the model. No dropout: old, current and reference log-probs must be comparable."""
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -56,8 +58,12 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         use_cpu_initialization=True,
         persist_layer_norm=False,
         masked_softmax_fusion=False,
+        recompute_granularity=execution.recompute_granularity,
+        recompute_method=execution.recompute_method,
+        recompute_num_layers=execution.recompute_num_layers,
+        recompute_modules=list(execution.recompute_modules),
         transformer_impl=impl,
-        **asdict(fusions_of(impl)),
+        **asdict(fusions_of(impl, execution.gradient_accumulation_fusion)),
         # losses are sums divided by our own denominator: the only form that is the same in every layout
         calculate_per_token_loss=True,
         variable_seq_lengths=True,

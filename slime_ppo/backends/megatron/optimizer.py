@@ -14,8 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime_ppo.backends.megatron.model import ValueHead
-from slime_ppo.parallel.worker_settings import OptimizerSettings
+from slime_ppo.parallel.worker_settings import ExecutionSettings, OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,16 @@ class StepOutcome:
     stepped: bool
 
 
-def wrap_chunks(models: Sequence[GPTModel], config: TransformerConfig) -> list[DistributedDataParallel]:
+def wrap_chunks(
+    models: Sequence[GPTModel], config: TransformerConfig, execution: ExecutionSettings
+) -> list[DistributedDataParallel]:
     """Float16Module where the parameters are bf16, then DDP whose gradients are sums over data- and context-parallel ranks."""
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=execution.overlap_grad_reduce,
+        overlap_param_gather=execution.overlap_param_gather,
+    )
     chunks = [DistributedDataParallel(config, ddp_config, _in_its_dtype(model, config)) for model in models]
 
     def finalize(chunk_list: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
@@ -36,17 +42,26 @@ def wrap_chunks(models: Sequence[GPTModel], config: TransformerConfig) -> list[D
         finalize_model_grads(chunk_list, None, **kwargs)
 
     config.finalize_model_grads_func = finalize
+    if execution.overlap_grad_reduce:  # or the gradients of a step's first micro-batch would be sent, and the others missed
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return chunks
 
 
 def _in_its_dtype(model: GPTModel, config: TransformerConfig) -> torch.nn.Module:
-    module: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
-    if config.bf16 and model.post_process and isinstance(model.output_layer, ValueHead):
-        model.output_layer.float()  # Float16Module has just cast it
+    """Float16Module casts all it finds; what was built in float32 (a value head, a wide output layer) keeps its numbers."""
+    if not config.bf16:
+        return model
+    wide = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype == torch.float32]
+    module = Float16Module(config, model)
+    for parameter, values in wide:
+        parameter.data = values
     return module
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, bf16: bool) -> ChainedOptimizer:
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, bf16: bool, overlap_param_gather: bool = False
+) -> ChainedOptimizer:
     """Adam with state sharded over the data- and context-parallel ranks. Weight decay leaves out vectors (norm weights), which is
     Megatron's rule."""
     config = OptimizerConfig(
@@ -60,6 +75,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: Optimiz
         adam_eps=settings.adam_eps,
         use_distributed_optimizer=True,
         bf16=bf16,
+        overlap_param_gather=overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     for group in optimizer.param_groups:
@@ -93,3 +109,13 @@ def apply_gradients(optimizer: ChainedOptimizer, *, lr: float, clip_grad: float)
         group["lr"] = lr
     optimizer.step_with_ready_grads()
     return StepOutcome(norm, stepped=True)
+
+
+def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather what the other ranks have updated, where that is left to the next forward pass (overlap_param_gather). Collective.
+
+    Until then a rank has new values in its own shard alone: nothing but a step may read, copy or replace the parameters.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)

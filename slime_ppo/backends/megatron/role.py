@@ -11,12 +11,14 @@ import torch
 from slime_ppo.backends.megatron.collectives import context_parallel_group, gather_objects, token_parallel_group
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
+from slime_ppo.backends.megatron.lm_head import widen_output_layer
 from slime_ppo.backends.megatron.memory import Offloader
 from slime_ppo.backends.megatron.model import build_chunks, load_hf_weights, transformer_config
 from slime_ppo.backends.megatron.optimizer import (
     StepOutcome,
     apply_gradients,
     build_optimizer,
+    complete_parameters,
     wrap_chunks,
     zero_gradients,
 )
@@ -62,7 +64,7 @@ class MegatronRole:
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.num_outputs = self.shape.vocab_size if head == "language_model" else 1
         self.table = ConversionTable(self.shape, head)
-        config = transformer_config(self.shape, settings.layout, dtype, settings.model.transformer_impl)
+        config = transformer_config(self.shape, settings.layout, dtype, settings.model.transformer_impl, settings.execution)
         models = build_chunks(
             self.shape,
             config,
@@ -70,16 +72,24 @@ class MegatronRole:
             head=head,
             make_vocab_size_divisible_by=settings.model.make_vocab_size_divisible_by,
         )
+        if settings.model.fp32_lm_head and head == "language_model":
+            for model in models:
+                widen_output_layer(model)
         self.models = [model.to(self.device) for model in models]
         self.reference = None
         if settings.model.ref_folder is not None:
             self._load(settings.model.ref_folder)
-        self.chunks = wrap_chunks(self.models, config)
+        self.chunks = wrap_chunks(self.models, config, settings.execution)
         if settings.model.ref_folder is not None:
             self.reference = ReferenceWeights(self.chunks)
         if settings.model.ref_folder != settings.model.hf_folder:
             self._load(settings.model.hf_folder)
-        self.optimizer = build_optimizer(self.chunks, settings.optimizer, bf16=dtype == torch.bfloat16)
+        self.optimizer = build_optimizer(
+            self.chunks,
+            settings.optimizer,
+            bf16=dtype == torch.bfloat16,
+            overlap_param_gather=settings.execution.overlap_param_gather,
+        )
         self.memory = Offloader(self.chunks, self.optimizer)
         if settings.starts_offloaded:
             self.memory.offload()
@@ -121,6 +131,14 @@ class MegatronRole:
     def apply(self, lr: float) -> StepOutcome:
         """Clip and update. Collective."""
         return apply_gradients(self.optimizer, lr=lr, clip_grad=self.settings.optimizer.clip_grad)
+
+    def run_plan(
+        self, plan: StepPlan, batch: RolloutBatch, learning_rates: Sequence[float], run: Callable[[Step, float, Stats], bool]
+    ) -> list[Stats]:
+        """`run_steps`, after which the parameters are whole on every rank; statistics of the ranks that report. Collective."""
+        results = run_steps(plan, batch, learning_rates, run)
+        complete_parameters(self.chunks)
+        return results if self.reports_tokens else [Stats() for _ in results]
 
 
 def run_steps(

@@ -35,11 +35,14 @@ class EmbeddedEngine:
         dtype: str = "float32",
         device: str = "cpu",
         trust_remote_code: bool = False,
+        fp32_lm_head: bool = False,
         num_threads: int = 1,
     ) -> None:
         """Load the folder's model; raises CheckpointError. `num_threads` is set for the whole process."""
         torch.set_num_threads(num_threads)
-        self._model = load_causal_lm(hf_folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        self._model = load_causal_lm(
+            hf_folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code, fp32_lm_head=fp32_lm_head
+        )
         self._memory = ParameterMemory(self._model)
         self._receiver = WeightReceiver(self._memory.parameters)
         self._awake = EnginePart.ALL

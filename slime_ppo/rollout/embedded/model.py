@@ -14,9 +14,12 @@ from slime_ppo.errors import CheckpointError, RolloutError
 LOAD_FAILURES = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
 
 
-def load_causal_lm(hf_folder: str | Path, *, dtype: str, device: str, trust_remote_code: bool) -> PreTrainedModel:
+def load_causal_lm(
+    hf_folder: str | Path, *, dtype: str, device: str, trust_remote_code: bool, fp32_lm_head: bool = False
+) -> PreTrainedModel:
     """The folder's causal LM with SDPA attention, in eval mode and without gradients. Never reaches the network.
 
+    `fp32_lm_head`: the output layer, its logits, and an embedding that is tied to it are float32 whatever `dtype` is.
     Parameters own their memory, so that it can be freed. Raises CheckpointError for a folder that is missing, can't be
     read, or lacks a tensor of the model.
     """
@@ -43,10 +46,21 @@ def load_causal_lm(hf_folder: str | Path, *, dtype: str, device: str, trust_remo
     if lost:
         raise CheckpointError(f"{folder}: the weight files lack tensors of the model, or have them in another shape: {lost}")
     model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
+    if fp32_lm_head:
+        _widen_output_layer(model)
     for parameter in model.parameters():
         # As loaded, they live in a mapped file, whose memory can't be resized.
         parameter.data = parameter.data.clone()
     return model
+
+
+def _widen_output_layer(model: PreTrainedModel) -> None:
+    dtype = model.dtype
+    output: Any = model.get_output_embeddings()
+    output.float()
+    output.register_forward_pre_hook(lambda _module, inputs: (inputs[0].float(), *inputs[1:]))
+    # where the two are tied, the line above has cast the embedding as well
+    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, embedded: embedded.to(dtype))
 
 
 class ParameterMemory:

@@ -9,7 +9,14 @@ import numpy as np
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
-from slime_ppo.parallel.worker_settings import BatchSettings, ModelSettings, OptimizerSettings, RankSettings, WorkerSettings
+from slime_ppo.parallel.worker_settings import (
+    BatchSettings,
+    ExecutionSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RankSettings,
+    WorkerSettings,
+)
 from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
 from slime_ppo.types.sample import FinishReason
 from slime_ppo.types.step_plan import Step, StepPlan
@@ -39,7 +46,9 @@ class Case:
     weight_decay: float = 0.1
     offload_between: bool = False
     fuse_lm_head: bool = False
+    fp32_lm_head: bool = False
     dtype: str = "float32"
+    execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     rendezvous: str = ""
 
     def settings(self, rank: int, role: str) -> WorkerSettings:
@@ -61,12 +70,14 @@ class Case:
                 dtype=self.dtype,
                 make_vocab_size_divisible_by=32,
                 fuse_lm_head=self.fuse_lm_head,
+                fp32_lm_head=self.fp32_lm_head,
             ),
             # Adam turns a gradient into its sign; the eps keeps rounding from deciding that for elements that are nearly 0
             optimizer=OptimizerSettings(
                 clip_grad=1.0, weight_decay=self.weight_decay, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6
             ),
             batch=self.batching,
+            execution=self.execution,
         )
 
     def on(self, layout: ParallelLayout, batching: BatchSettings, folder: Path) -> "Case":

@@ -44,3 +44,5 @@ def test_fusions_are_off_for_local_layers_and_need_apex_for_gradient_accumulatio
         assert set(asdict(fusions_of("local")).values()) == {False}
         expected = dict.fromkeys(asdict(Fusions()), True) | {"gradient_accumulation_fusion": apex}
         assert asdict(fusions_of("transformer_engine")) == expected
+        assert asdict(fusions_of("local", True)) == dict.fromkeys(expected, False) | {"gradient_accumulation_fusion": True}
+        assert asdict(fusions_of("transformer_engine", False)) == expected | {"gradient_accumulation_fusion": False}

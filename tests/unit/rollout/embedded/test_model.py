@@ -94,3 +94,18 @@ def test_parameter_memory_write_through_parameters_changes_model(tmp_path: Path)
         for parameter in memory.parameters.values():
             parameter.fill_(0.25)
     assert all((parameter == 0.25).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_load_causal_lm_fp32_lm_head_makes_float32_logits_of_a_bfloat16_trunk(tmp_path: Path, *, tie: bool) -> None:
+    folder = make_tiny_llama(tmp_path, tie=tie)
+    wide, narrow = (
+        load_causal_lm(folder, dtype="bfloat16", device="cpu", trust_remote_code=False, fp32_lm_head=fp32) for fp32 in (True, False)
+    )
+    own = {name for name, parameter in wide.named_parameters() if parameter.dtype == torch.float32}
+    assert own == {"model.embed_tokens.weight" if tie else "lm_head.weight"}
+    ids = torch.arange(8)[None]
+    found, rounded = wide(ids).logits, narrow(ids).logits
+    assert (found.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    weight = narrow.get_output_embeddings().weight.float()
+    assert torch.allclose(found, narrow.model(ids).last_hidden_state.float() @ weight.T, atol=1e-6)
