@@ -98,7 +98,7 @@ def as_text(rows: list[tuple[str, ...]]) -> str:
     """A Markdown table with columns of equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
-    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (rows[0], rule, *rows[1:])]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (rows[0], rule, *rows[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
