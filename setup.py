@@ -19,7 +19,7 @@ setup(
     package_data={"slime_ppo.tracking": ["report_page/*"]},
     install_requires=[
         "torch>=2.13,<2.15",
-        "megatron-core>=0.16,<0.20",  # the actor and the critic; 0.17 and later ask for Python 3.12
+        "megatron-core>=0.16.1,<0.20",  # the actor and the critic; 0.17 and later ask for Python 3.12
         "ray[default]>=2.60,<3",  # placement and processes; [default] brings `ray job submit`
         "transformers>=5.19,<6",  # the embedded rollout engine
         "safetensors>=0.5,<1",  # reading and writing model folders

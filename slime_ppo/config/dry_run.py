@@ -1,14 +1,17 @@
 """What `--dry-run` prints: batch plan, placement, memory estimate. No device is touched."""
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
 from slime_ppo.config.launcher import LauncherName
-from slime_ppo.config.memory_plan import engine_memory, role_memory
+from slime_ppo.config.memory_plan import MemoryEstimate, engine_memory, stage_memory
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleSettings
 from slime_ppo.config.root import Config
 
-_MEMORY_COLUMNS = ("params", "grads", "optimizer", "activations", "logits", "total", "host copies")
+_MEMORY_COLUMNS = ("params", "grads", "main params", "moments", "activations", "logits", "total", "host copies")
 
 
 def dry_run_report(
@@ -18,7 +21,7 @@ def dry_run_report(
     parts = [
         "Batch plan\n" + _indented(batch_plan_text(config)),
         "Placement\n" + _indented(placement_text(config, launcher)),
-        "Memory estimate per rank (rough)\n" + _indented(_memory_text(config, shape, critic_shape or shape)),
+        "Memory per rank (activations and logits are rough)\n" + _indented(_memory_text(config, shape, critic_shape or shape)),
     ]
     warnings = config_warnings(config)
     if warnings:
@@ -69,14 +72,26 @@ def _sizes(role: RoleSettings) -> str:
 def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelShape) -> str:
     rows: list[tuple[str, ...]] = [("", *_MEMORY_COLUMNS)]
     for role in config.roles:
-        one = role_memory(config, critic_shape if role == "critic" else actor_shape, role)
-        numbers = (one.params, one.grads, one.optimizer, one.activations, one.logits, one.total, one.host)
-        rows.append((role, *map(_size, numbers)))
+        stages = stage_memory(config, critic_shape if role == "critic" else actor_shape, role)
+        for label, one in _distinct_stages(stages):
+            kept = one.resident
+            parts = (kept.params, kept.grads, kept.main_params, kept.moments, one.activations, one.logits, one.total, one.host)
+            rows.append((role + label, *map(_size, parts)))
     weights, cache = engine_memory(config, actor_shape)
-    rows.append(("rollout", _size(weights), "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
+    rows.append(("rollout", _size(weights), "", "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _distinct_stages(stages: Sequence[MemoryEstimate]) -> Iterator[tuple[str, MemoryEstimate]]:
+    """Neighbours that hold the same bytes as one, with the activations of the first of them, which has most in flight."""
+    if len(stages) == 1:
+        yield "", stages[0]
+        return
+    for _, group in itertools.groupby(range(len(stages)), lambda stage: (stages[stage].resident, stages[stage].logits)):
+        first, *rest = group
+        yield f" stage {first}" if not rest else f" stages {first}-{rest[-1]}", stages[first]
 
 
 def _size(num_bytes: int) -> str:

@@ -1,25 +1,29 @@
-"""An estimate of each rank's memory from the model's shape. Arithmetic only; activations are rough.
+"""An estimate of each rank's memory from the model's shape: what stays is exact, activations and logits are rough.
 
-Symbols: h hidden size, f FFN size, q = heads x head_dim, k = key-value heads x head_dim, V padded vocabulary, L layers.
+Symbols: h hidden size, f FFN size, q = heads x head_dim, k = key-value heads x head_dim, V padded vocabulary.
 """
 
 from dataclasses import dataclass
 
 from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
-from slime_ppo.config.roles import RoleName, RoleSettings
+from slime_ppo.config.resident_memory import (
+    DTYPE_BYTES,
+    FP32_BYTES,
+    ResidentBytes,
+    TrainedModel,
+    num_params,
+    resident_bytes,
+)
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-
-_BYTES = {"float32": 4, "bfloat16": 2}
-_FP32 = 4
+from slime_ppo.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of one rank. `host` is beside the device's total: copies that wait in host memory."""
 
-    params: int
-    grads: int
-    optimizer: int
+    resident: ResidentBytes
     activations: int
     logits: int
     host: int
@@ -27,79 +31,86 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes on the device while the role is awake and training."""
-        return self.params + self.grads + self.optimizer + self.activations + self.logits
+        return self.resident.total + self.activations + self.logits
 
 
-def num_params(shape: ModelShape, *, tp_size: int, divisible_by: int, value_head: bool) -> int:
-    """Parameters of one tensor-parallel rank: matrices and their biases are split, norms are not. A value head takes the place
-    of the lm head."""
-    q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    matrices = shape.hidden_size * (2 * q + 2 * k + 3 * shape.ffn_hidden_size)
-    biases = q + 2 * k if shape.qkv_bias else 0
-    head_norms = 2 * shape.head_dim if shape.qk_layernorm else 0
-    embedding = padded_vocab_size(shape.vocab_size, tp_size=tp_size, divisible_by=divisible_by) * shape.hidden_size
-    embeddings = embedding if value_head or shape.tie_word_embeddings else 2 * embedding
-    split = (shape.num_layers * (matrices + biases) + embeddings) // tp_size
-    norms = (2 * shape.num_layers + 1) * shape.hidden_size + shape.num_layers * head_norms
-    return split + norms + (shape.hidden_size + 1 if value_head else 0)
+@dataclass(frozen=True)
+class MicroBatchShare:
+    """What a rank has of the micro-batches of a step: how many, and tokens and response tokens of the largest one."""
+
+    num: int
+    tokens: int
+    response_tokens: int
 
 
-def micro_batch_tokens(config: Config, role: RoleName) -> tuple[int, int]:
-    """Tokens and response tokens of the largest micro-batch of a rank, all samples at their longest.
-
-    Under context parallelism a rank holds two of 2 cp chunks of each sample, and at most as many response tokens.
-    """
+def micro_batch_share(config: Config, role: RoleName) -> MicroBatchShare:
+    """All samples at their longest. Under context parallelism a rank holds two of 2 cp chunks of each sample, and at most as
+    many response tokens."""
     settings = config.role(role)
     longest = config.max_sample_tokens if settings.cp_size == 1 else 2 * -(-config.max_sample_tokens // (2 * settings.cp_size))
     response = min(config.rollout.rollout_max_response_len, longest)
-    per_rank = config.batch.global_batch_size // settings.dp_size
+    per_rank = -(-config.batch.global_batch_size // settings.dp_size)
     if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is not None:
         samples = min(max(config.batch.max_tokens_per_gpu // longest, 1), per_rank)
     else:
         samples = min(config.batch.micro_batch_size, per_rank)
-    return samples * longest, samples * response
+    return MicroBatchShare(-(-per_rank // samples), samples * longest, samples * response)
 
 
 def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEstimate:
-    """The estimate of one rank of a role.
+    """The estimate of the rank of a role that needs most on its device."""
+    return max(stage_memory(config, shape, role), key=lambda stage: stage.total)
 
-    Gradients are float32. The distributed optimizer splits two moments (and float32 main parameters beside bfloat16 ones)
-    over data- and context-parallel ranks. Logits are made at response positions only, with their gradient; a fused head holds
-    blocks of them, which are not counted. On the host: with a KL to the
-    reference its weights and room for the actor's own while they are swapped (actor), and with offload whatever the role
-    keeps while asleep.
+
+def stage_memory(config: Config, shape: ModelShape, role: RoleName) -> list[MemoryEstimate]:
+    """The estimate of a rank by pipeline rank; the ranks of one are alike.
+
+    Logits are made at response positions only, with their gradient; a fused head holds blocks of them, which are not counted.
+    On the host: with a KL to the reference its weights and room for the actor's own while they are swapped (actor), and with
+    offload whatever the role keeps while asleep.
     """
-    settings, value_head = config.role(role), role == "critic"
-    count = num_params(
-        shape, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by, value_head=value_head
-    )
-    width = _BYTES[config.model.dtype]
-    optimizer = count * (2 * _FP32 + (0 if width == _FP32 else _FP32)) // (settings.dp_size * settings.cp_size)
-    tokens, response_tokens = micro_batch_tokens(config, role)
-    vocab = padded_vocab_size(shape.vocab_size, tp_size=settings.tp_size, divisible_by=config.model.make_vocab_size_divisible_by)
-    reference = 2 * count * width if config.ppo.needs_reference and not value_head else 0
-    asleep = count * width + optimizer if config.offloads else 0
-    return MemoryEstimate(
-        params=count * width,
-        grads=count * _FP32,
-        optimizer=optimizer,
-        activations=_activations(shape, settings, tokens) * width,
-        logits=0 if value_head or config.model.fuse_lm_head else 2 * response_tokens * vocab // settings.tp_size * _FP32,
-        host=reference + asleep,
-    )
+    layout, is_critic = config.role(role).layout, role == "critic"
+    divisible_by = config.model.make_vocab_size_divisible_by
+    model = TrainedModel(shape, config.model.dtype, value_head=is_critic, make_vocab_size_divisible_by=divisible_by)
+    vocab = padded_vocab_size(shape.vocab_size, tp_size=layout.tp_size, divisible_by=divisible_by) // layout.tp_size
+    share = micro_batch_share(config, role)
+    logits = 0 if is_critic or config.model.fuse_lm_head else 2 * share.response_tokens * vocab * FP32_BYTES
+    stages = []
+    for pp_rank in range(layout.pp_size):
+        resident = resident_bytes(model, layout, pp_rank=pp_rank)
+        reference = 2 * resident.params if config.ppo.needs_reference and not is_critic else 0
+        asleep = resident.total - resident.grads if config.offloads else 0
+        stages.append(
+            MemoryEstimate(
+                resident=resident,
+                activations=_activations(shape, layout, share, pp_rank) * DTYPE_BYTES[config.model.dtype],
+                logits=logits if pp_rank == layout.pp_size - 1 else 0,
+                host=reference + asleep,
+            )
+        )
+    return stages
 
 
 def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the rollout engine: weights, and the KV cache of all samples of a rollout at their longest."""
-    width = _BYTES[config.model.dtype]
-    weights = num_params(shape, tp_size=1, divisible_by=1, value_head=False) * width
+    width = DTYPE_BYTES[config.model.dtype]
     per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
-    return weights, config.samples_per_rollout * config.max_sample_tokens * per_token
+    return num_params(shape) * width, config.samples_per_rollout * config.max_sample_tokens * per_token
 
 
-def _activations(shape: ModelShape, settings: RoleSettings, tokens: int) -> int:
+def _activations(shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int) -> int:
     """Numbers kept for the backward pass: per layer 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP."""
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     per_layer = 6 * shape.hidden_size + 2 * q + 2 * k + 4 * shape.ffn_hidden_size
+    num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size) * _stages_in_flight(layout, share.num, pp_rank)
     # tensor parallelism comes with sequence parallelism, so that all of it is split
-    return tokens * shape.num_layers * per_layer // settings.tp_size
+    return share.tokens * num_layers * per_layer // layout.tp_size
+
+
+def _stages_in_flight(layout: ParallelLayout, num_micro_batches: int, pp_rank: int) -> int:
+    """Passes through a stage of this rank whose backward pass is still to come, at most: 1F1B starts as many as there are
+    stages from here to the end; with virtual stages Megatron warms up by twice the later ranks and by all but the last round."""
+    if layout.vpp_size == 1:
+        return min(layout.pp_size - pp_rank, num_micro_batches)
+    most = 2 * (layout.pp_size - pp_rank - 1) + (layout.vpp_size - 1) * layout.pp_size + 1
+    return min(most, num_micro_batches * layout.vpp_size)

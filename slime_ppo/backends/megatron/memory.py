@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from slime_ppo.config.resident_memory import ResidentBytes
+
 # torch rounds every pinned allocation up to a power of two: whole buffers could take twice their size
 HOST_BLOCK_BYTES = 1 << 28
+
+Part = Literal["params", "grads", "main_params", "moments"]
 
 
 @dataclass
@@ -40,11 +45,11 @@ class Offloader:
         if self._parked is not None:
             return
         parked: dict[int, _Parked] = {}
-        for tensor, keep in self._tensors():
+        for part, tensor in self._tensors():
             storage = tensor.untyped_storage()
             if storage.size() == 0 or storage.data_ptr() in parked:
                 continue
-            host = host_copy(_bytes_of(storage, tensor.device), block_bytes=HOST_BLOCK_BYTES) if keep else None
+            host = host_copy(_bytes_of(storage, tensor.device), block_bytes=HOST_BLOCK_BYTES) if part != "grads" else None
             parked[storage.data_ptr()] = _Parked(storage, storage.size(), host)
         self._parked = list(parked.values())
         on_gpu = any(entry.storage.device.type == "cuda" for entry in self._parked)
@@ -71,21 +76,32 @@ class Offloader:
 
     def resident_bytes(self) -> int:
         """Bytes of the trainer's storages on the device now."""
-        storages = [tensor.untyped_storage() for tensor, _ in self._tensors()]
-        return sum({storage.data_ptr(): storage.size() for storage in storages}.values())
+        return self.bytes_by_part().total
 
-    def _tensors(self) -> Iterator[tuple[torch.Tensor, bool]]:
-        """(tensor, whether its contents must survive)."""
-        for chunk in self._chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):  # type: ignore[misc]
-                if buffer.param_data is not None:
-                    yield buffer.param_data, True
-                yield buffer.grad_data, False
+    def bytes_by_part(self) -> ResidentBytes:
+        """The same by part, every storage once: float32 main parameters that are views of the parameters add nothing."""
+        sizes: dict[Part, int] = {"params": 0, "grads": 0, "main_params": 0, "moments": 0}
+        seen: set[int] = set()
+        for part, tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[part] += storage.size()
+        return ResidentBytes(**sizes)
+
+    def _tensors(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Parameters first: whatever shares a storage with them counts as theirs."""
+        buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[misc]
+        for buffer in buffers:
+            if buffer.param_data is not None:
+                yield "params", buffer.param_data
+        for buffer in buffers:
+            yield "grads", buffer.grad_data
         for optimizer in self._optimizer.chained_optimizers:  # type: ignore[attr-defined]
             for group in optimizer.optimizer.param_groups:
-                yield from ((parameter.data, True) for parameter in group["params"])
+                yield from (("main_params", parameter.data) for parameter in group["params"])
             for state in optimizer.optimizer.state.values():
-                yield from ((value, True) for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+                yield from (("moments", value) for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
 
 
 def host_copy(whole: torch.Tensor, *, block_bytes: int) -> list[torch.Tensor]:

@@ -167,14 +167,16 @@ def _held_bytes(role: MegatronRole) -> int:
 
 
 def _sleep(role: MegatronRole) -> None:
-    awake = _held_bytes(role)
+    awake, counted = _held_bytes(role), role.memory.resident_bytes()
     role.memory.offload()
     role.memory.offload()  # a second one does nothing
     asleep = _held_bytes(role), role.memory.resident_bytes(), role.memory.awake
     role.memory.wake()
     role.memory.wake()
-    if asleep != (0, 0, False) or not role.memory.awake or awake == 0 or _held_bytes(role) != awake:
-        raise AssertionError(f"held {awake} bytes awake, {asleep} asleep (bytes, bytes, awake), {_held_bytes(role)} after the wake")
+    if asleep != (0, 0, False) or not role.memory.awake or awake == 0 or not awake == counted == _held_bytes(role):
+        raise AssertionError(
+            f"held {awake} bytes awake, counted as {counted}, {asleep} asleep (bytes, bytes, awake), {_held_bytes(role)} after it"
+        )
 
 
 def iteration(case: Case, batch: RolloutBatch, plan: StepPlan, noise: float = 0.0) -> Report:

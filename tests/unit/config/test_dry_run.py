@@ -57,8 +57,8 @@ def test_dry_run_report_has_plan_placement_memory_and_warnings(tmp_path: Path) -
     assert "actor: 2 ranks = TP 2 x DP 1" in lines
     assert "critic: 1 rank = TP 1 x DP 1" in lines
     assert "bundle 0 (1 CPU + 1 GPU): actor rank 0, critic rank 0, rollout engine" in lines
-    assert any(line.startswith("actor 1.7 MiB 1.7 MiB 3.3 MiB") for line in lines)
-    assert any(line.startswith("critic 3.3 MiB 3.3 MiB 6.6 MiB") for line in lines)
+    assert any(line.startswith("actor 1.7 MiB 1.7 MiB 0.0 MiB 3.3 MiB") for line in lines)
+    assert any(line.startswith("critic 3.3 MiB 3.3 MiB 0.0 MiB 6.6 MiB") for line in lines)
     assert any(line.startswith("--kl-reward-type k2") for line in lines)
 
 
@@ -72,6 +72,21 @@ def test_dry_run_report_names_the_context_parallel_size_of_a_role_that_has_one(t
     )
     report = dry_run_report(config, shape)
     assert "actor: 8 ranks = TP 2 x CP 2 x DP 2" in report and "critic: 8 ranks = TP 2 x DP 4" in report
+
+
+def test_dry_run_report_of_a_pipeline_has_a_row_per_distinct_stage(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
+    config = make_config(
+        parallel__actor_num_gpus_per_node=4,
+        parallel__pipeline_model_parallel_size=4,
+        critic__num_gpus_per_node=1,
+        critic__pipeline_model_parallel_size=1,
+    )
+    lines = [line.strip() for line in dry_run_report(config, shape).splitlines()]
+    memory = lines[next(place for place, line in enumerate(lines) if line.startswith("Memory")) + 1 :]
+    labels = [line.split("  ")[0] for line in memory[1:6]]
+    assert labels == ["actor stage 0", "actor stages 1-2", "actor stage 3", "critic", "rollout"]
+    assert memory[2].split()[3:9] == ["0.7", "MiB", "0.7", "MiB", "0.0", "MiB"]  # a layer of 184,704 numbers
 
 
 def test_dry_run_report_with_another_critic_uses_its_shape(tmp_path: Path) -> None:
