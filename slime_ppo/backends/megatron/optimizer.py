@@ -50,10 +50,8 @@ def wrap_chunks(
 
 def _in_its_dtype(model: GPTModel, config: TransformerConfig) -> torch.nn.Module:
     """Float16Module casts all it finds; what was built in float32 (a value head, a wide output layer) keeps its numbers."""
-    if not config.bf16:
-        return model
     wide = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype == torch.float32]
-    module = Float16Module(config, model)
+    module: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
     for parameter, values in wide:
         parameter.data = values
     return module

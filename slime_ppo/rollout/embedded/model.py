@@ -54,9 +54,9 @@ def load_causal_lm(
     return model
 
 
-def _widen_output_layer(model: PreTrainedModel) -> None:
+def _widen_output_layer(model: Any) -> None:
     dtype = model.dtype
-    output: Any = model.get_output_embeddings()
+    output = model.get_output_embeddings()
     output.float()
     output.register_forward_pre_hook(lambda _module, inputs: (inputs[0].float(), *inputs[1:]))
     # where the two are tied, the line above has cast the embedding as well

@@ -74,7 +74,7 @@ def _exported(actor: ActorRole) -> Tensors:
     exporter = _exporter(actor)
     exported: Tensors = {}
     for bucket in plan_buckets(exporter.specs, 2**20):
-        exported |= {name: tensor.clone().numpy() for name, tensor in exporter.gather(bucket).items()}
+        exported |= {name: tensor.float().clone().numpy() for name, tensor in exporter.gather(bucket).items()}
     return exported
 
 
@@ -155,7 +155,8 @@ def small_steps(case: Case, batch: RolloutBatch, plan: StepPlan, repeats: int) -
     main_before = [main.detach().clone() for main in mains]
     norm = actor.models[0].decoder.layers[0].input_layernorm.weight
     norm_before = norm.detach().clone()
-    own_norm = norm.main_param
+    # the part of it that this rank updates, if any
+    own_norm = torch.zeros(0) if norm.main_param is None else norm.main_param
     norm_main_before = own_norm.detach().clone()
     moved: list[list[float]] = [[], [], []]
     for _ in range(repeats):

@@ -106,7 +106,7 @@ def _whole(role: MegatronRole, local: Callable[[torch.nn.Parameter], torch.Tenso
             num_heads=shape.num_attention_heads,
             vocab_size=shape.vocab_size,
         )
-        whole |= {hf: part.clone().numpy() for hf, part in zip(rules[name].hf, parts, strict=True)}
+        whole |= {hf: part.float().clone().numpy() for hf, part in zip(rules[name].hf, parts, strict=True)}
     return whole
 
 
@@ -131,7 +131,7 @@ def _replicas_equal(role: MegatronRole) -> bool:
     mine = {}
     for rule, parameter in converted_parameters(role.models, role.table, role.layout):
         place = 0 if rule.split is Split.REPLICATED else split_place(rule)[1]
-        mine[(rule.hf, place)] = parameter.detach().numpy().copy()
+        mine[(rule.hf, place)] = parameter.detach().float().numpy().copy()
     copies: dict[object, np.ndarray] = {}
     return all(np.array_equal(copies.setdefault(key, own), own) for other in _gathered(mine) for key, own in other.items())
 

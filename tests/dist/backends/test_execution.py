@@ -54,10 +54,12 @@ def _run(pool: RankPool, function: str, case: Case, *, steps: int = 3) -> list:
     return pool.run(f"{RANKS}:{function}", world=world, case=case, batch=make_scored_batch(), plan=plan)
 
 
-def _assert_trained_alike(own: "RoleReport", other: "RoleReport", tolerance: float) -> None:
+def _assert_trained_alike(own: "RoleReport", other: "RoleReport") -> None:
+    """Later steps start from weights that differ by what Adam makes of rounding: the shards of an overlapped run are others, and
+    with them the order in which the gradient's norm is summed."""
     assert len(own.gradients) == len(other.gradients) > 0
     for step, (found, expected) in enumerate(zip(own.gradients, other.gradients, strict=True)):
-        assert gradient_error(found, expected) <= tolerance, f"step {step}"
+        assert gradient_error(found, expected) <= (1e-5 if step else 1e-6), f"step {step}"
     assert own.replicas_equal
 
 
@@ -88,8 +90,8 @@ def test_recompute_gives_the_gradients_of_kept_activations(
         kept_runs[layout] = _run(megatron_pool, "train_counted", _case(make_case, layout, tmp_path, ExecutionSettings()), steps=2)
     found = _run(megatron_pool, "train_counted", _case(make_case, layout, tmp_path, execution), steps=2)
     for own, kept in zip(found, kept_runs[layout], strict=True):
-        _assert_trained_alike(own.actor, kept.actor, 1e-6)
-        _assert_trained_alike(own.critic, kept.critic, 1e-6)
+        _assert_trained_alike(own.actor, kept.actor)
+        _assert_trained_alike(own.critic, kept.critic)
         assert own.attention_calls == (1 + attention) * kept.attention_calls > 0
         assert own.mlp_calls == (1 + mlp) * kept.mlp_calls > 0
 
@@ -105,10 +107,10 @@ def test_overlapped_reduce_gives_the_gradients_of_one_at_the_end(
         _run(megatron_pool, "train_in_small_buckets", _case(make_case, layout, tmp_path, execution))
         for execution in (ExecutionSettings(), OVERLAPPED)
     )
-    assert plain[0][2] == 1 and overlapped[0][2] > 3
+    assert overlapped[0][2] > plain[0][2]
     for own, other in zip(overlapped, plain, strict=True):
-        _assert_trained_alike(own[0], other[0], 1e-6)
-        _assert_trained_alike(own[1], other[1], 1e-6)
+        _assert_trained_alike(own[0], other[0])
+        _assert_trained_alike(own[1], other[1])
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("dp2", "float32"), ("cp2", "float32"), ("pp2_dp2", "bfloat16")])
