@@ -29,6 +29,12 @@ class ModelConfig:
         help="log-probs from hidden states block by block: the logits of a micro-batch never exist, at the price of making them "
         "again in the backward pass. Same numbers; for large vocabularies and long responses",
     )
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        help="weight of the load-balancing loss of a mixture of experts, per layer, averaged over the micro-batches of a step: with "
+        "it the gradient depends on how the step is cut into micro-batches and data-parallel ranks; 0 = off",
+        at_least=0,
+    )
     save_hf: bool = option(True, help="write the final actor weights as a Hugging Face folder under <save>/hf")
 
     @property

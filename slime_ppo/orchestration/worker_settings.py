@@ -25,6 +25,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         dtype=config.model.dtype,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         fuse_lm_head=config.model.fuse_lm_head,
+        moe_aux_loss_coeff=config.model.moe_aux_loss_coeff,
     )
     optimizer = OptimizerSettings(
         clip_grad=one.clip_grad,

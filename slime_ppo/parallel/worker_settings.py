@@ -31,13 +31,14 @@ class RankSettings:
 @dataclass(frozen=True)
 class ModelSettings:
     """Where a role's weights come from. `ref_folder` None: the role keeps no reference. `fuse_lm_head`: the policy's log-probs are
-    made from hidden states, without logits."""
+    made from hidden states, without logits. `moe_aux_loss_coeff` 0: no load-balancing loss of a mixture of experts."""
 
     hf_folder: str
     ref_folder: str | None
     dtype: Literal["float32", "bfloat16"]
     make_vocab_size_divisible_by: int
     fuse_lm_head: bool = False
+    moe_aux_loss_coeff: float = 0.0
 
 
 @dataclass(frozen=True)

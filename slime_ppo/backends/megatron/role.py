@@ -12,6 +12,7 @@ from slime_ppo.backends.megatron.collectives import context_parallel_group, gath
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.memory import Offloader
+from slime_ppo.backends.megatron.mixture import LoadBalance
 from slime_ppo.backends.megatron.model import build_chunks, load_hf_weights, transformer_config
 from slime_ppo.backends.megatron.optimizer import (
     StepOutcome,
@@ -60,7 +61,9 @@ class MegatronRole:
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.table = ConversionTable(self.shape, head)
-        config = transformer_config(self.shape, settings.layout, dtype)
+        aux_coeff = settings.model.moe_aux_loss_coeff
+        config = transformer_config(self.shape, settings.layout, dtype, moe_aux_loss_coeff=aux_coeff)
+        self.load_balance = LoadBalance(config, settings.layout, aux_coeff) if aux_coeff > 0 else None
         models = build_chunks(
             self.shape,
             config,
@@ -111,10 +114,14 @@ class MegatronRole:
         """A pass without gradients over this rank's micro-batches. Collective."""
         return forward_columns(self.chunks, micro_batches, head)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss, stats: Stats) -> None:
         """Gradients of one optimizer step, summed over data- and context-parallel ranks. Collective."""
         zero_gradients(self.chunks, self.optimizer)
+        if self.load_balance is not None:
+            self.load_balance.begin_step(micro_batches)
         forward_backward(self.chunks, micro_batches, loss)
+        if self.load_balance is not None:
+            stats.add_value("moe_aux_loss", self.load_balance.mean())
 
     def apply(self, lr: float) -> StepOutcome:
         """Clip and update. Collective."""

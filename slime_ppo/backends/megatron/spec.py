@@ -7,6 +7,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,7 +52,6 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -58,7 +59,16 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            mlp=_mlp_spec(config),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mlp_spec(config: TransformerConfig) -> ModuleSpec:
+    """The MLP, or a router and this rank's experts, each an MLP that runs after the other."""
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if config.num_moe_experts is None:
+        return ModuleSpec(module=MLP, submodules=linears)
+    experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
