@@ -59,8 +59,8 @@ def _check_dense(settings: RoleSettings) -> None:
     if settings.ep_size > 1 or settings.etp_size != settings.tp_size:
         name, size = ("model", settings.ep_size) if settings.ep_size > 1 else ("tensor", settings.etp_size)
         raise ConfigError(
-            f"{_prefix(settings)}expert-{name}-parallel-size {size} of the {settings.role}, but {settings.hf_folder} has 0 experts: "
-            "its layers are dense. Leave the expert-parallel sizes out"
+            f"{_prefix(settings)}expert-{name}-parallel-size {size} of the {settings.role}, but "
+            f"{settings.hf_folder} has 0 experts: leave the expert-parallel sizes of a dense model out"
         )
 
 
@@ -78,11 +78,11 @@ def _check_experts(settings: RoleSettings, moe: MoeShape) -> None:
             )
     if settings.ep_size == 1 and settings.etp_size != settings.tp_size and not _tells_experts_apart():
         raise ConfigError(
-            f"{prefix}expert-tensor-parallel-size {settings.etp_size} of the {settings.role} with {prefix}tensor-model-parallel-size "
-            f"{settings.tp_size} and {prefix}expert-model-parallel-size 1: megatron-core {_megatron_version()} reduces the gradients of "
-            "experts there as if they were split like the other layers, and trains wrongly without a word. Use "
-            f"{prefix}expert-model-parallel-size 2 or more, {prefix}expert-tensor-parallel-size {settings.tp_size} (the default), or "
-            "megatron-core 0.19 or later"
+            f"{prefix}expert-tensor-parallel-size {settings.etp_size} of the {settings.role} differs from "
+            f"{prefix}tensor-model-parallel-size {settings.tp_size} while {prefix}expert-model-parallel-size is 1: there "
+            f"megatron-core {_megatron_version()} sums the gradients of experts over the wrong ranks, silently. Use "
+            f"{prefix}expert-model-parallel-size 2 or more, {prefix}expert-tensor-parallel-size {settings.tp_size} (the default), "
+            "or megatron-core 0.19 or later"
         )
 
 

@@ -31,8 +31,8 @@ class ModelConfig:
     )
     moe_aux_loss_coeff: float = option(
         0.0,
-        help="weight of the load-balancing loss of a mixture of experts, per layer, averaged over the micro-batches of a step: with "
-        "it the gradient depends on how the step is cut into micro-batches and data-parallel ranks; 0 = off",
+        help="weight of the load-balancing loss of a mixture of experts: summed over layers, averaged over the micro-batches of a "
+        "step, so that the gradient depends on how the step is cut into micro-batches and data-parallel ranks; 0 = off",
         at_least=0,
     )
     save_hf: bool = option(True, help="write the final actor weights as a Hugging Face folder under <save>/hf")

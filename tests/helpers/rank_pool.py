@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,11 +37,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 # How long ranks may take to finish after another one raised: long enough to report the same error, if they found it.
 GRACE_S = 2.0
-# A gloo group leaves threads behind that wake up all the time: after so many calls a rank is replaced by a fresh one.
-CALLS_OF_A_RANK = 50
+# Groups that something still refers to keep their threads, which wake up all the time: a rank with more is replaced by a fresh one.
+MAX_THREADS = 150
 
 
 class RankError(RuntimeError):
@@ -146,7 +147,6 @@ class _Server:
     def __init__(self, client: Connection) -> None:
         self._client = client
         self._ranks: dict[int, _Rank] = {}
-        self._calls: Counter[int] = Counter()
 
     def serve(self) -> None:
         """Answer requests until the test process is gone."""
@@ -173,13 +173,10 @@ class _Server:
 
     def _call(self, call: Call) -> list[Outcome]:
         for index in range(call.world):
-            worn = self._calls[index] >= CALLS_OF_A_RANK
-            if index in self._ranks and (worn or not self._ranks[index].process.is_alive()):
+            if index in self._ranks and not _is_usable(self._ranks[index].process):
                 self._kill([index])
             if index not in self._ranks:
                 self._ranks[index] = self._fork(index)
-                self._calls[index] = 0
-            self._calls[index] += 1
         with tempfile.TemporaryDirectory(prefix="rank_pool_") as folder:
             for index in range(call.world):
                 self._ranks[index].connection.send((call, f"{folder}/store"))
@@ -226,6 +223,10 @@ class _Server:
             rank.process.kill()
             rank.process.join()
             rank.connection.close()
+
+
+def _is_usable(process: BaseProcess) -> bool:
+    return process.is_alive() and psutil.Process(process.pid).num_threads() <= MAX_THREADS
 
 
 def _rank_main(index: int, connection: Connection, foreign: Sequence[Connection]) -> None:

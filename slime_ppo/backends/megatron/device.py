@@ -242,7 +242,7 @@ class _MegatronImportHook(importlib.abc.MetaPathFinder):
             module.__dict__["torch"] = _torch_proxy()
             module.__dict__["torch"].__dict__["distributed"] = _uneven_collectives()
         if name == "megatron.core.transformer.moe.moe_utils":
-            # 0.16 defines it where transformer-engine is installed alone, and asks for it everywhere (NameError); 0.17 has this line
+            # 0.16 defines it only where transformer-engine is installed, but reads it everywhere (NameError); 0.17 sets it to None
             module.__dict__.setdefault("te_general_gemm", None)
         if name == "megatron.core.transformer.moe.token_dispatcher":
             module.__dict__["maybe_move_tensor_to_cpu"] = _as_sizes(module.__dict__["maybe_move_tensor_to_cpu"])

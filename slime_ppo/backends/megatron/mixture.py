@@ -77,7 +77,8 @@ def _check_ids(expert_ids: torch.Tensor, config: TransformerConfig) -> None:
     if expert_ids.dim() != 3 or expert_ids.shape[1:] != expected:
         raise DataError(f"expert ids are {list(expert_ids.shape)}, expected [tokens, {expected[0]} layers, {expected[1]} experts]")
     ordered = expert_ids.sort(-1).values
-    if ordered.numel() and (int(ordered.min()) < 0 or int(ordered.max()) >= config.num_moe_experts):
-        raise DataError(f"expert ids reach from {int(ordered.min())} to {int(ordered.max())}, expected 0 to {config.num_moe_experts - 1}")
+    lowest, highest = (int(one) for one in ordered.aminmax()) if ordered.numel() else (0, 0)
+    if lowest < 0 or highest >= config.num_moe_experts:
+        raise DataError(f"expert ids reach from {lowest} to {highest}, expected 0 to {config.num_moe_experts - 1}")
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise DataError("expert ids name an expert twice for one token and layer, expected different ones")

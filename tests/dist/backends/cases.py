@@ -40,6 +40,7 @@ class Case:
     offload_between: bool = False
     fuse_lm_head: bool = False
     dtype: str = "float32"
+    moe_aux_loss_coeff: float = 0.0
     rendezvous: str = ""
 
     def settings(self, rank: int, role: str) -> WorkerSettings:
@@ -61,6 +62,7 @@ class Case:
                 dtype=self.dtype,
                 make_vocab_size_divisible_by=32,
                 fuse_lm_head=self.fuse_lm_head,
+                moe_aux_loss_coeff=self.moe_aux_loss_coeff,
             ),
             # Adam turns a gradient into its sign; the eps keeps rounding from deciding that for elements that are nearly 0
             optimizer=OptimizerSettings(

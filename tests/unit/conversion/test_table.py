@@ -44,6 +44,13 @@ def test_rule_local_layer_number_is_counted_from_the_chunks_first_layer(tmp_path
     assert rule.hf == ("model.layers.2.mlp.down_proj.weight",) and rule.split is Split.ROW
 
 
+def test_rule_local_expert_number_is_counted_from_the_ranks_first_expert(tmp_path: Path) -> None:
+    table = ConversionTable(ModelShape.from_hf_folder(make_tiny_family(tmp_path, "qwen3_moe", tie=False, seed=0)), "language_model")
+    rule = table.rule("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight", 2, 4)
+    assert rule.hf == tuple(f"model.layers.3.mlp.experts.7.{half}_proj.weight" for half in ("gate", "up"))
+    assert rule.per_expert and not table.rule("decoder.layers.1.mlp.router.weight", 2, 4).per_expert
+
+
 @pytest.mark.parametrize(
     "name", ["output_layer.weight", "decoder.layers.2.mlp.linear_fc2.weight", "decoder.layers.0.mlp.router.weight"]
 )
@@ -83,5 +90,5 @@ def test_table_of_every_family_names_exactly_the_tensors_of_transformers(tmp_pat
 
 
 def test_families_are_found_by_their_files() -> None:
-    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3"]
+    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
     assert {family.model_type for family in FAMILIES.values()} == {model_type for model_type, _ in TINY_FAMILIES.values()}
