@@ -59,6 +59,11 @@ def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor
     """Refuse parallel sizes or a length that the role's model does not allow. Raises ConfigError."""
     check_layout_of_model(config.role(role), shape)
     check_execution_of_model(config, config.role(role), shape)
+    if config.model.moe_aux_loss_coeff > 0 and shape.moe is None:
+        raise ConfigError(
+            f"--moe-aux-loss-coeff {config.model.moe_aux_loss_coeff} balances experts, but {config.role(role).hf_folder} of the "
+            f"{role} has none. Leave it out"
+        )
     _check_lengths(config, shape, config.role(role).hf_folder)
 
 

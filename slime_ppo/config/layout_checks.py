@@ -1,9 +1,11 @@
 """Parallel sizes that cannot be, or that a model does not allow. Every message names the two numbers that disagree."""
 
 import math
+import re
+from importlib.metadata import PackageNotFoundError, version
 
 from slime_ppo.config.checked import Checked
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, MoeShape
 from slime_ppo.config.roles import RoleSettings
 from slime_ppo.errors import ConfigError
 
@@ -29,13 +31,15 @@ def check_layout(checked: Checked) -> None:
 def check_layout_of_model(settings: RoleSettings, shape: ModelShape) -> None:
     """Refuse sizes that do not split the layers, heads or columns of the role's model. Raises ConfigError."""
     prefix = _prefix(settings)
-    for what, count in (
-        ("attention heads", shape.num_attention_heads),
-        ("key-value heads", shape.num_query_groups),
-        ("FFN columns", shape.ffn_hidden_size),
-    ):
+    split = {"attention heads": shape.num_attention_heads, "key-value heads": shape.num_query_groups}
+    if shape.moe is None:
+        split["FFN columns"] = shape.ffn_hidden_size
+        _check_dense(settings)
+    else:
+        _check_experts(settings, shape.moe)
+    for what, count in split.items():
         if count % settings.tp_size:
-            counts = math.gcd(shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size)
+            counts = math.gcd(*split.values())
             works = [size for size in range(1, settings.tp_size) if not counts % size]
             raise ConfigError(
                 f"{prefix}tensor-model-parallel-size {settings.tp_size} of the {settings.role} does not divide the {count} {what} "
@@ -51,13 +55,56 @@ def check_layout_of_model(settings: RoleSettings, shape: ModelShape) -> None:
         )
 
 
+def _check_dense(settings: RoleSettings) -> None:
+    if settings.ep_size > 1 or settings.etp_size != settings.tp_size:
+        name, size = ("model", settings.ep_size) if settings.ep_size > 1 else ("tensor", settings.etp_size)
+        raise ConfigError(
+            f"{_prefix(settings)}expert-{name}-parallel-size {size} of the {settings.role}, but "
+            f"{settings.hf_folder} has 0 experts: leave the expert-parallel sizes of a dense model out"
+        )
+
+
+def _check_experts(settings: RoleSettings, moe: MoeShape) -> None:
+    prefix = _prefix(settings)
+    for name, size, what, count in (
+        ("model", settings.ep_size, "experts", moe.num_experts),
+        ("tensor", settings.etp_size, "FFN columns of an expert", moe.ffn_hidden_size),
+    ):
+        if count % size:
+            works = [fewer for fewer in range(1, size) if not count % fewer]
+            raise ConfigError(
+                f"{prefix}expert-{name}-parallel-size {size} of the {settings.role} does not divide the {count} {what} of "
+                f"{settings.hf_folder}. Use {_either(works)}"
+            )
+    if settings.ep_size == 1 and settings.etp_size != settings.tp_size and not _tells_experts_apart():
+        raise ConfigError(
+            f"{prefix}expert-tensor-parallel-size {settings.etp_size} of the {settings.role} differs from "
+            f"{prefix}tensor-model-parallel-size {settings.tp_size} while {prefix}expert-model-parallel-size is 1: there "
+            f"megatron-core {_megatron_version()} sums the gradients of experts over the wrong ranks, silently. Use "
+            f"{prefix}expert-model-parallel-size 2 or more, {prefix}expert-tensor-parallel-size {settings.tp_size} (the default), "
+            "or megatron-core 0.19 or later"
+        )
+
+
+def _tells_experts_apart() -> bool:
+    """The installed megatron-core gives experts their own groups by EP > 1 or ETP != TP; before 0.19 it looked at EP alone."""
+    numbers = re.match(r"(\d+)\.(\d+)", _megatron_version())
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)
+
+
+def _megatron_version() -> str:
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        return "(not installed here)"
+
+
 def _check_ranks(settings: RoleSettings) -> None:
     prefix = _prefix(settings)
     _check_split(settings, {"tensor-model-parallel-size": settings.tp_size, "context-parallel-size": settings.cp_size})
     if settings.num_nodes > 1 and settings.num_ranks_per_node % settings.tp_size:
         raise ConfigError(_straddling_groups(settings))
-    if settings.ep_size > 1:
-        _check_split(settings, {"expert-tensor-parallel-size": settings.etp_size, "expert-model-parallel-size": settings.ep_size})
+    _check_split(settings, {"expert-tensor-parallel-size": settings.etp_size, "expert-model-parallel-size": settings.ep_size})
     if settings.vpp_size > 1 and settings.pp_size == 1:
         raise ConfigError(
             f"{prefix}num-virtual-stages-per-pipeline-rank {settings.vpp_size} of the {settings.role} needs a pipeline, and "

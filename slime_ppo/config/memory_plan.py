@@ -71,7 +71,13 @@ def stage_memory(config: Config, shape: ModelShape, role: RoleName) -> list[Memo
     """
     layout, is_critic = config.role(role).layout, role == "critic"
     divisible_by = config.model.make_vocab_size_divisible_by
-    model = TrainedModel(shape, config.model.dtype, value_head=is_critic, make_vocab_size_divisible_by=divisible_by)
+    model = TrainedModel(
+        shape,
+        config.model.dtype,
+        value_head=is_critic,
+        make_vocab_size_divisible_by=divisible_by,
+        fp32_lm_head=config.model.fp32_lm_head and not is_critic,
+    )
     vocab = padded_vocab_size(shape.vocab_size, tp_size=layout.tp_size, divisible_by=divisible_by) // layout.tp_size
     share = micro_batch_share(config, role)
     logits = 0 if is_critic or config.model.fuse_lm_head else 2 * share.response_tokens * vocab * FP32_BYTES
@@ -101,7 +107,7 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
 def _activations(shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int) -> int:
     """Numbers kept for the backward pass: per layer 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP."""
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    per_layer = 6 * shape.hidden_size + 2 * q + 2 * k + 4 * shape.ffn_hidden_size
+    per_layer = 6 * shape.hidden_size + 2 * q + 2 * k + 4 * shape.ffn_size_per_token
     num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size) * _stages_in_flight(layout, share.num, pp_rank)
     # tensor parallelism comes with sequence parallelism, so that all of it is split
     return share.tokens * num_layers * per_layer // layout.tp_size

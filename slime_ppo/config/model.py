@@ -39,6 +39,12 @@ class ModelConfig:
         help="with --dtype bfloat16 the output layer and its logits are float32, in the actor and the engine; an embedding that is "
         "tied to it is float32 too. Saved and synced as such",
     )
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        help="weight of the load-balancing loss of a mixture of experts: summed over layers, averaged over the micro-batches of a "
+        "step, so that the gradient depends on how the step is cut into micro-batches and data-parallel ranks; 0 = off",
+        at_least=0,
+    )
     save_hf: bool = option(True, help="write the final actor weights as a Hugging Face folder under <save>/hf")
 
     @property

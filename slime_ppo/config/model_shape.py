@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_ppo.conversion.families import FAMILIES
-from slime_ppo.conversion.mapping import ModelFamily, WindowKey
+from slime_ppo.conversion.mapping import ModelFamily, MoeKeys, WindowKey
 from slime_ppo.errors import CheckpointError
 
 
@@ -22,10 +22,22 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class MoeShape:
+    """The mixture of experts in every layer: each token goes to `top_k` of them, weighted by their probabilities, which with
+    `norm_topk_prob` are those among the `top_k` alone. `ffn_hidden_size` is that of one expert."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Shape of a decoder. `num_query_groups` = key-value heads; `eos_token_ids` may be empty (the tokenizer may know).
 
     `attention_window`: tokens that a position sees, itself included, when the folder says that attention is windowed.
+    `moe` None: every layer has one MLP, of `ffn_hidden_size`, which a mixture of experts does not use.
     """
 
     model_type: str
@@ -45,7 +57,22 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     eos_token_ids: tuple[int, ...]
-    num_experts: int = 0
+    moe: MoeShape | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer, 0 of a dense model."""
+        return 0 if self.moe is None else self.moe.num_experts
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """FFN columns of one expert, 0 of a dense model."""
+        return 0 if self.moe is None else self.moe.ffn_hidden_size
+
+    @property
+    def ffn_size_per_token(self) -> int:
+        """FFN columns that a token passes through in a layer: those of all its experts, or of the one MLP."""
+        return self.ffn_hidden_size if self.moe is None else self.moe.top_k * self.moe.ffn_hidden_size
 
     @staticmethod
     def from_hf_folder(path: str | Path) -> "ModelShape":
@@ -86,6 +113,7 @@ class ModelShape:
             qk_layernorm=family.qk_layernorm,
             rms_norm_eps=source.number("rms_norm_eps"),
             eos_token_ids=_eos_token_ids(source),
+            moe=None if family.moe_keys is None else _moe_shape(source, family.moe_keys),
         )
 
 
@@ -167,6 +195,9 @@ def _refuse_variants(source: _JsonFile, family: ModelFamily) -> None:
     for key in family.required_keys:
         if key not in source.entries:
             raise CheckpointError(f"{source.path}: has no {key!r}, which the shape of a {family.model_type} model needs")
+    for key, only in family.fixed_values:
+        if source.has(key) and source.entries[key] != only:
+            raise CheckpointError(f"{source.path}: {key} is {source.entries[key]!r}, only {only!r} is in this version")
     if source.has("hidden_act") and source.text("hidden_act") != "silu":
         raise CheckpointError(f"{source.path}: hidden_act {source.text('hidden_act')!r} is not in this version, expected 'silu'")
 
@@ -200,6 +231,18 @@ def _rope_scaling(rope: _JsonFile) -> Llama3Scaling | None:
             f"{scaling.low_freq_factor:g}"
         )
     return scaling
+
+
+def _moe_shape(source: _JsonFile, keys: MoeKeys) -> MoeShape:
+    moe = MoeShape(
+        num_experts=source.count(next((key for key in keys.num_experts if source.has(key)), keys.num_experts[0])),
+        top_k=source.count(keys.top_k),
+        ffn_hidden_size=source.count(keys.ffn_hidden_size),
+        norm_topk_prob=source.flag(keys.norm_topk_prob),
+    )
+    if moe.top_k > moe.num_experts:
+        raise CheckpointError(f"{source.path}: {keys.top_k} is {moe.top_k}, more than the {moe.num_experts} experts of a layer")
+    return moe
 
 
 def _attention_window(source: _JsonFile, family: ModelFamily) -> int | None:

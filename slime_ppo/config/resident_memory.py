@@ -37,12 +37,14 @@ class ResidentBytes:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What a role trains. `value_head`: the critic's, which takes the place of the output layer and stays in float32."""
+    """What a role trains. `value_head`: the critic's, which takes the place of the output layer and stays in float32, as the output
+    layer does with `fp32_lm_head`, and the embedding if it is tied to it."""
 
     shape: ModelShape
     dtype: Literal["float32", "bfloat16"]
     value_head: bool
     make_vocab_size_divisible_by: int
+    fp32_lm_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,23 +101,24 @@ def _buffers(model: TrainedModel, layout: ParallelLayout, pp_rank: int, vp_stage
     embedding = vocab // layout.tp_size * shape.hidden_size
     tied = shape.tie_word_embeddings and not model.value_head
     num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size)
-    dense = num_layers * _layer_sizes(shape, layout)
-    ends = [embedding] if is_first else []  # of the model: embedding, and output layer or a copy of the tied embedding
+    head_width = FP32_BYTES if model.fp32_lm_head else width
+    by_width: dict[int, list[int]] = {FP32_BYTES: []}
+    by_width[width] = num_layers * _layer_sizes(shape, layout)
+    # a tied embedding of several stages lies apart, so that first and last stage split it over their data-parallel ranks alike
+    apart: list[int] = []
+    if is_first:
+        place = apart if tied and layout.pp_size > 1 else by_width[head_width if tied else width]
+        place.append(embedding)
     if is_last:
-        dense.append(shape.hidden_size)
-        if not model.value_head and not (tied and is_first):
-            ends.append(embedding)
+        by_width[width].append(shape.hidden_size)
+        if model.value_head:
+            by_width[FP32_BYTES].append(shape.hidden_size)
+        elif not (tied and is_first):
+            (apart if tied else by_width[head_width]).append(embedding)
     shards = layout.dp_size * layout.cp_size
-    if model.value_head and is_last:
-        if width == FP32_BYTES:
-            dense.append(shape.hidden_size)
-        else:
-            yield _Buffer.of([shape.hidden_size], width=FP32_BYTES, num_shards=shards)
-    if tied and layout.pp_size > 1:
-        # apart from the rest, so that first and last stage split it over their data-parallel ranks alike
-        yield _Buffer.of(ends, width=width, num_shards=shards)
-        ends = []
-    yield _Buffer.of(dense + ends, width=width, num_shards=shards)
+    yield _Buffer.of(apart, width=head_width, num_shards=shards)
+    for one, sizes in by_width.items():
+        yield _Buffer.of(sizes, width=one, num_shards=shards)
     yield _Buffer.of(num_layers * _expert_sizes(shape, layout), width=width, num_shards=layout.expert_dp_size)
 
 
@@ -134,7 +137,7 @@ def _layer_sizes(shape: ModelShape, layout: ParallelLayout) -> list[int]:
 
 def _expert_sizes(shape: ModelShape, layout: ParallelLayout) -> list[int]:
     """Parameters of a layer's experts on one rank."""
-    h, f = shape.hidden_size, shape.ffn_hidden_size
+    h, f = shape.hidden_size, shape.expert_ffn_size
     return shape.num_experts // layout.ep_size * [2 * f * h // layout.etp_size, f * h // layout.etp_size]
 
 

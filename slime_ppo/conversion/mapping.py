@@ -32,6 +32,16 @@ class Rule:
     per_expert: bool = False
 
 
+@dataclass(frozen=True)
+class MoeKeys:
+    """Where config.json says what a mixture of experts is like; the first of `num_experts` that is there counts."""
+
+    num_experts: tuple[str, ...]
+    top_k: str
+    ffn_hidden_size: str
+    norm_topk_prob: str
+
+
 class WindowKey(Enum):
     """Which key of config.json says that attention sees a window of the sequence only."""
 
@@ -46,8 +56,9 @@ class ModelFamily:
 
     `output_layer` is left out when the embeddings are tied. `value_head` replaces it in a critic, whose folder is that of
     the HF class `value_architecture`. Names in `derived` may be in a folder and are not read. A config.json whose
-    `refused_flags` are true has other weights than the table; `required_keys` have defaults in transformers that differ from
-    family to family, so they must be written out.
+    `refused_flags` are true, or whose `fixed_values` (key, the only value that is in this version) differ, has other weights than
+    the table; `required_keys` have defaults in transformers that differ from family to family, so they must be written out.
+    `moe_keys`: every layer is a mixture of experts.
     """
 
     model_type: str
@@ -59,6 +70,8 @@ class ModelFamily:
     window_key: WindowKey = WindowKey.NONE
     refused_flags: tuple[str, ...] = ()
     required_keys: tuple[str, ...] = ()
+    fixed_values: tuple[tuple[str, object], ...] = ()
+    moe_keys: MoeKeys | None = None
 
     @property
     def qkv_bias(self) -> bool:

@@ -31,6 +31,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
         fuse_lm_head=config.model.fuse_lm_head,
         fp32_lm_head=config.model.fp32_lm_head,
         transformer_impl=chosen_transformer_impl(config.model, device),
+        moe_aux_loss_coeff=config.model.moe_aux_loss_coeff,
     )
     optimizer = OptimizerSettings(
         clip_grad=one.clip_grad,

@@ -32,7 +32,8 @@ class RankSettings:
 @dataclass(frozen=True)
 class ModelSettings:
     """Where a role's weights come from. `ref_folder` None: the role keeps no reference. `fuse_lm_head`: the policy's log-probs are
-    made from hidden states, without logits. `fp32_lm_head`: the policy's output layer is float32 whatever `dtype` is."""
+    made from hidden states, without logits. `fp32_lm_head`: the policy's output layer is float32 whatever `dtype` is.
+    `moe_aux_loss_coeff` 0: no load-balancing loss of a mixture of experts."""
 
     hf_folder: str
     ref_folder: str | None
@@ -41,6 +42,7 @@ class ModelSettings:
     fuse_lm_head: bool = False
     fp32_lm_head: bool = False
     transformer_impl: TransformerImpl = "local"
+    moe_aux_loss_coeff: float = 0.0
 
 
 @dataclass(frozen=True)

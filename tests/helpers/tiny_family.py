@@ -6,6 +6,15 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+# four layers, so that a pipeline can split them; experts smaller than the MLP that config.json names beside them
+MOE: Mapping[str, object] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 # per family: model_type, and what its config has beyond COMMON; a new family adds a line
 TINY_FAMILIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "llama": ("llama", {}),
@@ -25,6 +34,9 @@ TINY_FAMILIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),  # 4 heads of 32: wider than the hidden size
+    "qwen3_moe": ("qwen3_moe", dict(MOE)),
+    # weights of the chosen experts are probabilities among all
+    "qwen3_moe_raw": ("qwen3_moe", dict(MOE) | {"norm_topk_prob": False}),
     "mistral": ("mistral", {"sliding_window": None}),
     # as long as the longest sample of the tests, so that it hides nothing from any token
     "mistral_window": ("mistral", {"sliding_window": 11, "num_key_value_heads": 4}),

@@ -131,7 +131,7 @@ class ActorRole(MegatronRole):
             found = self._lm_head.log_probs(micro_batch, output, "grad" if self._ppo.entropy_coef > 0 else "metric")
             return self._actor_loss(micro_batch, found, denominator.seen_by(micro_batch), stats)
 
-        self.accumulate(self.micro_batches(batch, step.rows), loss)
+        self.accumulate(self.micro_batches(batch, step.rows), loss, stats)
         denominator.report(stats)
         limit = self._ppo.kl_early_stop
         if limit is not None and may_stop:

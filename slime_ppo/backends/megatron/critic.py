@@ -85,7 +85,7 @@ class CriticRole(MegatronRole):
             add_token_means(stats, kept, {"value_clipfrac": found.clipped})
             return share
 
-        self.accumulate(self.micro_batches(batch, step.rows), loss)
+        self.accumulate(self.micro_batches(batch, step.rows), loss, stats)
         outcome = self.apply(lr)
         denominator.report(stats)
         stats.add_value("skipped", float(not outcome.stepped))

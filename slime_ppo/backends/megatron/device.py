@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime_ppo.parallel.worker_settings import DeviceKind
 
@@ -141,6 +142,28 @@ def _torch_proxy() -> types.ModuleType:
     return proxy
 
 
+def _uneven_collectives() -> types.ModuleType:
+    """torch.distributed whose all_gather and reduce_scatter take parts of different sizes, which gloo refuses and NCCL allows."""
+
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        sizes = [len(part) for part in parts]
+        received = own.new_empty((sum(sizes), *own.shape[1:]))
+        repeated = own.repeat(len(parts), *[1] * (own.dim() - 1))
+        dist.all_to_all_single(received, repeated, sizes, [len(own)] * len(parts), group=group)
+        for part, found in zip(parts, received.split(sizes), strict=True):
+            part.copy_(found)
+
+    def reduce_scatter(own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        received = own.new_empty((len(parts), *own.shape))
+        sizes = [len(part) for part in parts]
+        dist.all_to_all_single(received.flatten(0, 1), torch.cat(parts), [len(own)] * len(parts), sizes, group=group)
+        own.copy_(received.sum(0))
+
+    uneven = _Delegate("torch.distributed", dist)
+    uneven.__dict__.update(all_gather=all_gather, reduce_scatter=reduce_scatter)
+    return uneven
+
+
 def _called_from_megatron() -> bool:
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return str(caller).startswith("megatron.core")
@@ -215,10 +238,29 @@ class _MegatronImportHook(importlib.abc.MetaPathFinder):
             module.__dict__["torch"] = self._proxy
         if name in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"):
             _use_host_adam(module)
+        if name == "megatron.core.tensor_parallel.mappings":  # experts that are split over ranks exchange uneven numbers of tokens
+            module.__dict__["torch"] = _torch_proxy()
+            module.__dict__["torch"].__dict__["distributed"] = _uneven_collectives()
+        if name == "megatron.core.transformer.moe.moe_utils":
+            # 0.16 defines it only where transformer-engine is installed, but reads it everywhere (NameError); 0.17 sets it to None
+            module.__dict__.setdefault("te_general_gemm", None)
+        if name == "megatron.core.transformer.moe.token_dispatcher":
+            module.__dict__["maybe_move_tensor_to_cpu"] = _as_sizes(module.__dict__["maybe_move_tensor_to_cpu"])
         if name == "megatron.core.tensor_parallel.random":
             # the one function that goes below torch.cuda: without a driver it would queue the state for ever
             module.__dict__["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
             logging.getLogger(name).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _as_sizes(move: Callable[..., Any]) -> Callable[..., Any]:
+    """`maybe_move_tensor_to_cpu` makes arrays of tensors on a GPU alone; all_to_all_single takes no tensors as split sizes."""
+
+    @functools.wraps(move)
+    def moved(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+        found = move(tensor, as_numpy=as_numpy, **kwargs)
+        return found.numpy() if as_numpy and torch.is_tensor(found) else found
+
+    return moved
 
 
 def _use_host_adam(module: types.ModuleType) -> None:

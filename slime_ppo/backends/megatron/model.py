@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_ppo.backends.megatron.fusions import fusions_of
 from slime_ppo.backends.megatron.rope import llama3_frequencies
 from slime_ppo.backends.megatron.spec import transformer_block_spec
-from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
+from slime_ppo.config.model_shape import ModelShape, MoeShape, padded_vocab_size
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
@@ -22,7 +24,13 @@ from slime_ppo.parallel.worker_settings import ExecutionSettings, TransformerImp
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, impl: TransformerImpl, execution: ExecutionSettings
+    shape: ModelShape,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    impl: TransformerImpl,
+    execution: ExecutionSettings,
+    *,
+    moe_aux_loss_coeff: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's config of the model. No dropout: old, current and reference log-probs must be comparable."""
     return TransformerConfig(
@@ -69,7 +77,23 @@ def transformer_config(
         variable_seq_lengths=True,
         # the default, allgather, refuses variable sequence lengths even for dense models
         moe_token_dispatcher_type="alltoall",
+        **({} if shape.moe is None else _moe_config(shape.moe, moe_aux_loss_coeff)),
     )
+
+
+def _moe_config(moe: MoeShape, aux_loss_coeff: float) -> dict[str, Any]:
+    """The router computes in float32: in bfloat16 the same token may go to other experts in training than in the engine."""
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
+        # weights are probabilities among all experts: the softmax comes before the choice
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff > 0 else "none",
+        "moe_aux_loss_coeff": aux_loss_coeff,
+        "moe_enable_routing_replay": True,  # gives each router a seat for expert ids; without any it routes as ever
+    }
 
 
 class ValueHead(torch.nn.Module):
@@ -101,7 +125,10 @@ def build_chunks(
 ) -> list[GPTModel]:
     """The stages of the model that lie on this rank, with random weights; `load_hf_weights` fills them."""
     vocab = padded_vocab_size(shape.vocab_size, divisible_by=make_vocab_size_divisible_by, tp_size=layout.tp_size)
-    return [_build_chunk(shape, config, stage, head=head, vocab_size=vocab) for stage in _stages(layout)]
+    chunks = [_build_chunk(shape, config, stage, head=head, vocab_size=vocab) for stage in _stages(layout)]
+    # Megatron lists the routers of all models of the process, and would keep models alive; ours are found in their layers
+    RouterReplay.clear_global_router_replay_instances()
+    return chunks
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, fo
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.lm_head import widen_output_layer
 from slime_ppo.backends.megatron.memory import Offloader
+from slime_ppo.backends.megatron.mixture import LoadBalance
 from slime_ppo.backends.megatron.model import build_chunks, load_hf_weights, transformer_config
 from slime_ppo.backends.megatron.optimizer import (
     StepOutcome,
@@ -64,7 +65,11 @@ class MegatronRole:
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.num_outputs = self.shape.vocab_size if head == "language_model" else 1
         self.table = ConversionTable(self.shape, head)
-        config = transformer_config(self.shape, settings.layout, dtype, settings.model.transformer_impl, settings.execution)
+        model, aux_coeff = settings.model, settings.model.moe_aux_loss_coeff
+        config = transformer_config(
+            self.shape, settings.layout, dtype, model.transformer_impl, settings.execution, moe_aux_loss_coeff=aux_coeff
+        )
+        self.load_balance = LoadBalance(config, settings.layout, aux_coeff) if aux_coeff > 0 else None
         models = build_chunks(
             self.shape,
             config,
@@ -123,10 +128,14 @@ class MegatronRole:
         """A pass without gradients over this rank's micro-batches. Collective."""
         return forward_columns(self.chunks, micro_batches, head)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss, stats: Stats) -> None:
         """Gradients of one optimizer step, summed over data- and context-parallel ranks. Collective."""
         zero_gradients(self.chunks, self.optimizer)
+        if self.load_balance is not None:
+            self.load_balance.begin_step(micro_batches)
         forward_backward(self.chunks, micro_batches, loss)
+        if self.load_balance is not None:
+            stats.add_value("moe_aux_loss", self.load_balance.mean())
 
     def apply(self, lr: float) -> StepOutcome:
         """Clip and update. Collective."""

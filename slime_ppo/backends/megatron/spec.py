@@ -10,6 +10,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -86,15 +88,25 @@ def _layer_spec(config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=modules.input_linear, linear_fc2=modules.output_linear))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.input_norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=modules.input_norm,
-            mlp=mlp,
+            # a fused norm is that of the MLP's first linear; a router has none
+            pre_mlp_layernorm=modules.input_norm if config.num_moe_experts is None else modules.norm,
+            mlp=_mlp_spec(config, modules),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mlp_spec(config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
+    """The MLP, or a router and this rank's experts, each an MLP of Megatron's own linears that runs after the other."""
+    if config.num_moe_experts is None:
+        linears = MLPSubmodules(linear_fc1=modules.input_linear, linear_fc2=modules.output_linear)
+        return ModuleSpec(module=MLP, submodules=linears)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

@@ -76,8 +76,11 @@ class ParameterMemory:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Name -> the parameter itself: writing to it changes the model."""
-        return self._parameters
+        """Name in a Hugging Face folder -> the parameter itself, or its part of a fused one: writing to it changes the model."""
+        named: dict[str, torch.Tensor] = {}
+        for name, parameter in self._parameters.items():
+            named |= _expert_matrices(name, parameter) or {name: parameter}
+        return named
 
     def bytes_resident(self) -> int:
         """Bytes of parameters and buffers on the device; memory shared by two tensors counts once."""
@@ -98,3 +101,17 @@ class ParameterMemory:
         """Memory for all parameters, of undefined content."""
         for name, parameter in self._parameters.items():
             parameter.untyped_storage().resize_(self._sizes[name])
+
+
+def _expert_matrices(name: str, fused: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The matrices of each expert as folders name them, in the memory of what transformers fuses over all experts of a layer:
+    gate_up_proj [E, 2f, h], down_proj [E, h, f]. Nothing for other parameters."""
+    experts, _, kind = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+    if not experts.endswith(".experts") or parts is None:
+        return {}
+    return {
+        f"{experts}.{index}.{part}.weight": matrix
+        for index, expert in enumerate(fused)
+        for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True)
+    }

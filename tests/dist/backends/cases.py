@@ -49,6 +49,7 @@ class Case:
     fp32_lm_head: bool = False
     dtype: str = "float32"
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
+    moe_aux_loss_coeff: float = 0.0
     rendezvous: str = ""
 
     def settings(self, rank: int, role: str) -> WorkerSettings:
@@ -71,6 +72,7 @@ class Case:
                 make_vocab_size_divisible_by=32,
                 fuse_lm_head=self.fuse_lm_head,
                 fp32_lm_head=self.fp32_lm_head,
+                moe_aux_loss_coeff=self.moe_aux_loss_coeff,
             ),
             # Adam turns a gradient into its sign; the eps keeps rounding from deciding that for elements that are nearly 0
             optimizer=OptimizerSettings(

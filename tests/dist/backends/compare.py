@@ -1,8 +1,18 @@
 """How results of two runs are compared."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
+
+from tests.dist.backends.cases import RESPONSE_LENS, Case
+
+if TYPE_CHECKING:
+    from tests.dist.backends.ranks import Report
+
+# of the three steps: the first starts from equal weights, the others from weights that differ by what Adam makes of rounding
+STEP_TOLERANCES = (1e-5, 5e-5, 5e-5)
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
@@ -22,3 +32,37 @@ def gradient_error(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nd
         float(np.linalg.norm((found[name] - tensor).astype(np.float64))) / max(norms[name], floor)
         for name, tensor in expected.items()
     )
+
+
+def assert_reports_equal(report: "Report", expected: "Report", case: Case) -> None:
+    """Columns, statistics, gradients and weights of one iteration in two layouts, within what float32 leaves of equality."""
+    assert report.columns.keys() == expected.columns.keys()
+    for column, values in expected.columns.items():
+        assert relative(report.columns[column], values) <= 1e-5, column
+    for own, other in (
+        (report.log_prob_stats, expected.log_prob_stats),
+        (report.advantage_stats, expected.advantage_stats),
+    ):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            # a sum over the tokens of a trajectory, which here nearly cancels
+            absolute = 1e-6 * max(RESPONSE_LENS) if name == "kl_trajectory" else 1e-6
+            assert own[name] == pytest.approx(value, rel=1e-5, abs=absolute), name
+    for role in ("actor", "critic") if case.ppo.needs_critic else ("actor",):
+        own, other = getattr(report, role), getattr(expected, role)
+        _assert_steps_equal(own.steps, other.steps)
+        assert len(own.gradients) == len(other.gradients)
+        for step, tolerance in enumerate(STEP_TOLERANCES[: len(other.gradients)]):
+            assert gradient_error(own.gradients[step], other.gradients[step]) <= tolerance, f"{role} step {step}"
+        for tensor, weights in other.weights.items():
+            error = np.abs(own.weights[tensor] - weights).max()
+            assert error <= 1e-2 * case.lr * len(other.steps), f"{role} {tensor}"
+        assert own.replicas_equal
+
+
+def _assert_steps_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            absolute = 1e-6 if name in ("pg_loss", "loss") else 1e-9
+            assert own[name] == pytest.approx(value, rel=STEP_TOLERANCES[step], abs=absolute), f"{name} of step {step}"

@@ -82,3 +82,16 @@ def drawn_nearby(batch: RolloutBatch, folder: str, temperature: float) -> Rollou
         gaps = noise + (LOG_RATIOS[row] - noise.sum()) / max(len(own), 1)
         moved[starts[row] + np.array(sample.trainable, np.int64)] = own - gaps
     return batch.with_columns(rollout_log_probs=moved)
+
+
+@torch.no_grad()
+def hf_rows(folder: str, batch: RolloutBatch, *, hidden: bool) -> torch.Tensor:
+    """Logits [N, V] or last hidden states [N, h] that predict each response token, one sample at a time, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = []
+    for row in range(batch.num_samples):
+        one = batch.select([row])
+        ids = torch.tensor(np.concatenate((one.prompt_ids, one.response_ids))).long()[None]
+        out = model.model(ids).last_hidden_state if hidden else model(ids).logits
+        rows.append(out[0, len(one.prompt_ids) - 1 : -1])
+    return torch.cat(rows)

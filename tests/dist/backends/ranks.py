@@ -17,6 +17,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
 
 from slime_ppo.backends.megatron.actor import ActorRole  # noqa: E402
+from slime_ppo.backends.megatron.collectives import data_parallel_group, gather_objects  # noqa: E402
 from slime_ppo.backends.megatron.critic import CriticRole  # noqa: E402
 from slime_ppo.backends.megatron.export import WeightExporter, save_hf_folder  # noqa: E402
 from slime_ppo.backends.megatron.init import init_parallel_state  # noqa: E402
@@ -312,15 +313,23 @@ def _logits(actor: ActorRole, batch: RolloutBatch) -> np.ndarray:
         found = gather_from_tensor_model_parallel_region(own[micro_batch.positions])
         return {str(token): found[:, token] for token in range(actor.shape.vocab_size)}
 
-    part = actor.columns(micro_batches, whole)
-    return np.stack([part.columns[str(token)] for token in range(actor.shape.vocab_size)], 1)
+    columns = _in_batch_order(batch, actor.columns(micro_batches, whole))
+    return np.stack([columns[str(token)] for token in range(actor.shape.vocab_size)], 1)
+
+
+def _in_batch_order(batch: RolloutBatch, part: ColumnPart) -> Tensors:
+    """Per-token columns of the samples of all data-parallel ranks."""
+    parts = gather_objects(part, data_parallel_group())
+    order = np.argsort(batch.flat_index(np.concatenate([one.rows for one in parts]), "response_token"))
+    return {name: np.concatenate([one.columns[name] for one in parts])[order] for name in part.columns}
 
 
 def logits_values_and_export(case: Case, batch: RolloutBatch, bucket_bytes: int) -> tuple[np.ndarray, np.ndarray, Tensors]:
     """(`logits`, the critic's values [N] at the same positions, the actor's exported tensors)."""
     actor, critic = _start(case)
     micro_batches = critic.micro_batches(batch, np.arange(batch.num_samples))
-    values = critic.columns(micro_batches, lambda one, out: {"values": out.reshape(-1)[one.positions]}).columns["values"]
+    part = critic.columns(micro_batches, lambda one, out: {"values": out.reshape(-1)[one.positions]})
+    values = _in_batch_order(batch, part)["values"]
     exporter = _exporter(actor)
     exported: Tensors = {}
     for bucket in plan_buckets(exporter.specs, bucket_bytes):

@@ -14,11 +14,11 @@ from slime_ppo.conversion.families import FAMILIES
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
 from slime_ppo.rollout.embedded.engine import EmbeddedEngine
-from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, SamplingParams
 from slime_ppo.weight_sync.bucket import TensorSpec, pack_bucket, plan_buckets
 from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan
 from tests.dist.backends.compare import gradient_error, relative
+from tests.dist.backends.models import hf_rows
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_family import TINY_FAMILIES, make_tiny_family
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = {
     "one_rank": ParallelLayout(1),
-    "tp2": ParallelLayout(2, tp_size=2),
+    "tp2": ParallelLayout(2, tp_size=2, etp_size=2),
     "pp2": ParallelLayout(2, pp_size=2),
     "cp2": ParallelLayout(2, cp_size=2),
 }
@@ -57,19 +57,6 @@ def _case(folders: Folders, family: str, tie: bool, layout: str, folder: Path) -
     return Case(str(policy), str(critic), None, PpoConfig()).on(LAYOUTS[layout], ALL, folder)
 
 
-@torch.no_grad()
-def _hf_rows(folder: str, batch: RolloutBatch, *, hidden: bool) -> torch.Tensor:
-    """Logits [N, V] or last hidden states [N, h] that predict each response token, one sample at a time, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = []
-    for row in range(batch.num_samples):
-        one = batch.select([row])
-        ids = torch.tensor(np.concatenate((one.prompt_ids, one.response_ids))).long()[None]
-        out = model.model(ids).last_hidden_state if hidden else model(ids).logits
-        rows.append(out[0, len(one.prompt_ids) - 1 : -1])
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", list(TINY_FAMILIES))
@@ -82,9 +69,9 @@ def test_model_equals_transformers_and_goes_back_into_files_and_engine(
     reports = megatron_pool.run(
         f"{RANKS}:logits_values_and_export", world=case.layout.num_ranks, case=case, batch=batch, bucket_bytes=BUCKET_BYTES
     )
-    expected_logits = _hf_rows(case.actor_folder, batch, hidden=False).numpy()
+    expected_logits = hf_rows(case.actor_folder, batch, hidden=False).numpy()
     head = load_file(Path(case.critic_folder) / "model.safetensors")["score.weight"]
-    expected_values = _hf_rows(case.critic_folder, batch, hidden=True).numpy() @ head[0]
+    expected_values = hf_rows(case.critic_folder, batch, hidden=True).numpy() @ head[0]
     assert min(np.abs(expected_logits).max(), np.abs(expected_values).max()) > 0.5
     source = load_file(Path(case.actor_folder) / "model.safetensors")
     for logits, values, exported in reports:
@@ -121,7 +108,7 @@ def test_saved_folders_load_in_transformers_for_both_roles(
     saved = {role: str(tmp_path / role) for role in ("actor", "critic")}
     megatron_pool.run(f"{RANKS}:save", world=2, case=case, folders=saved, bucket_bytes=BUCKET_BYTES)
     batch = make_batch()
-    assert torch.equal(_hf_rows(saved["actor"], batch, hidden=False), _hf_rows(case.actor_folder, batch, hidden=False))
+    assert torch.equal(hf_rows(saved["actor"], batch, hidden=False), hf_rows(case.actor_folder, batch, hidden=False))
     critic, loading = AutoModelForSequenceClassification.from_pretrained(saved["critic"], output_loading_info=True)
     assert type(critic).__name__ == FAMILIES[TINY_FAMILIES[family][0]].value_architecture
     assert not loading["missing_keys"] and not loading["unexpected_keys"]

@@ -16,8 +16,8 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
 from slime_ppo.types.step_plan import StepPlan
-from tests.dist.backends.cases import RANKS, RESPONSE_LENS, Case, make_batch, make_plan, make_scored_batch
-from tests.dist.backends.compare import gradient_error, relative
+from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan, make_scored_batch
+from tests.dist.backends.compare import assert_reports_equal, gradient_error
 from tests.dist.backends.conftest import CaseMaker
 from tests.dist.backends.models import drawn_nearby
 from tests.helpers.rank_pool import RankPool
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tests.dist.backends.ranks import Report
 
 NOISE = 0.2
-# of the three steps: the first starts from equal weights, the others from weights that differ by what Adam makes of rounding
-STEP_TOLERANCES = (1e-5, 5e-5, 5e-5)
 CASES = {
     "tied": (PpoConfig(kl_coef=0.1, value_clip=0.25, eps_clip_c=1.1), True, 1.0),
     "untied": (
@@ -100,14 +98,6 @@ def _run(pool: RankPool, case: Case, name: str) -> list:
     return pool.run(f"{RANKS}:iteration", world=case.layout.num_ranks, case=case, batch=batch, plan=make_plan(), noise=NOISE)
 
 
-def _assert_steps_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
-        assert own.keys() == other.keys()
-        for name, value in other.items():
-            absolute = 1e-6 if name in ("pg_loss", "loss") else 1e-9
-            assert own[name] == pytest.approx(value, rel=STEP_TOLERANCES[step], abs=absolute), f"{name} of step {step}"
-
-
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", list(CASES))
 def test_iteration_any_layout_and_cut_equals_one_rank(
@@ -122,7 +112,7 @@ def test_iteration_any_layout_and_cut_equals_one_rank(
     case = _case(make_case, name)
     expected = _one_rank(megatron_pool, case, name, one_rank_reports)
     report = _run(megatron_pool, case.on(*LAYOUTS[layout], tmp_path), name)[0]
-    _assert_reports_equal(report, expected, case)
+    assert_reports_equal(report, expected, case)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +135,7 @@ def test_iteration_on_two_ranks_any_micro_batch_equals_one_rank(
     case = _case(make_case, "untied")
     expected = _one_rank(megatron_pool, case, "untied", one_rank_reports)
     report = _run(megatron_pool, case.on(ParallelLayout(2), batching, tmp_path), "untied")[0]
-    _assert_reports_equal(report, expected, case)
+    assert_reports_equal(report, expected, case)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +157,7 @@ def test_iteration_fused_lm_head_equals_one_rank_with_logits(
     case = _case(make_case, name)
     expected = _one_rank(megatron_pool, case, name, one_rank_reports)
     fused = replace(case.on(*LAYOUTS[layout], tmp_path), fuse_lm_head=True)
-    _assert_reports_equal(_run(megatron_pool, fused, name)[0], expected, case)
+    assert_reports_equal(_run(megatron_pool, fused, name)[0], expected, case)
 
 
 @pytest.mark.parametrize("layout", ["one_rank_single", "tp2", "pp2"])
@@ -196,31 +186,6 @@ def _one_rank(pool: RankPool, case: Case, name: str, reports: dict) -> "Report":
     if name not in reports:
         reports[name] = _run(pool, case, name)[0]
     return reports[name]
-
-
-def _assert_reports_equal(report: "Report", expected: "Report", case: Case) -> None:
-    assert report.columns.keys() == expected.columns.keys()
-    for column, values in expected.columns.items():
-        assert relative(report.columns[column], values) <= 1e-5, column
-    for own, other in (
-        (report.log_prob_stats, expected.log_prob_stats),
-        (report.advantage_stats, expected.advantage_stats),
-    ):
-        assert own.keys() == other.keys()
-        for name, value in other.items():
-            # a sum over the tokens of a trajectory, which here nearly cancels
-            absolute = 1e-6 * max(RESPONSE_LENS) if name == "kl_trajectory" else 1e-6
-            assert own[name] == pytest.approx(value, rel=1e-5, abs=absolute), name
-    for role in ("actor", "critic") if case.ppo.needs_critic else ("actor",):
-        own, other = getattr(report, role), getattr(expected, role)
-        _assert_steps_equal(own.steps, other.steps)
-        assert len(own.gradients) == len(other.gradients)
-        for step, tolerance in enumerate(STEP_TOLERANCES[: len(other.gradients)]):
-            assert gradient_error(own.gradients[step], other.gradients[step]) <= tolerance, f"{role} step {step}"
-        for tensor, weights in other.weights.items():
-            error = np.abs(own.weights[tensor] - weights).max()
-            assert error <= 1e-2 * case.lr * len(other.steps), f"{role} {tensor}"
-        assert own.replicas_equal
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "rejecting"])

@@ -1,14 +1,16 @@
 """Every combination that is refused, with the parts its message must have."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from slime_ppo.config.checks import check_config, check_engine_support, check_model_shape, config_warnings
 from slime_ppo.config.fields import Value
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, MoeShape
 from slime_ppo.config.roles import RoleName
+from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
 from tests.helpers.configs import make_config, write_model_folder
 
@@ -34,7 +36,7 @@ GRPO: dict[str, Value] = {
         ({"parallel__num_virtual_stages_per_pipeline_rank": 2}, ("per-pipeline-rank 2", "needs a pipeline")),
         (
             {"parallel__context_parallel_size": 2},
-            ("the actor has 1 ranks", "--context-parallel-size 2 = 2 does not divide", "Use 1, or 2 ranks"),
+            ("the actor has 1 ranks", "--context-parallel-size 2 does not divide", "Use 1, or 2 ranks"),
         ),
         (
             {
@@ -46,13 +48,14 @@ GRPO: dict[str, Value] = {
         ),
         (
             {"parallel__actor_num_gpus_per_node": 2, "critic__context_parallel_size": 4},
-            ("the critic has 2 ranks", "--critic-context-parallel-size 4 = 4 does not divide", "Use 1 or 2, or 4 ranks"),
+            ("the critic has 2 ranks", "--critic-context-parallel-size 4 does not divide", "Use 1 or 2, or 4 ranks"),
         ),
         (
             {"batch__global_batch_size": 1, "parallel__actor_num_gpus_per_node": 4, "parallel__context_parallel_size": 2},
             ("not a multiple of the 2 data-parallel ranks", "4 ranks / tensor-parallel size 1 / context-parallel size 2"),
         ),
         ({"parallel__expert_model_parallel_size": 2}, ("has 1 ranks", "--expert-model-parallel-size 2 does not divide")),
+        ({"parallel__expert_tensor_parallel_size": 2}, ("has 1 ranks", "--expert-tensor-parallel-size 2 does not divide", "Use 1")),
         (
             {"parallel__actor_num_gpus_per_node": 3, "parallel__tensor_model_parallel_size": 2},
             ("the actor has 3 ranks", "--tensor-model-parallel-size 2 does not divide", "Use 1 or 3, or 4 ranks"),
@@ -246,6 +249,104 @@ def test_check_model_shape_refuses_tp_that_does_not_divide(
         check_model_shape(config, replace(shape, **changes), role)
     assert str(caught.value).startswith(f"{flag}-parallel-size 4 of the {role}")
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+MOE = MoeShape(num_experts=8, top_k=2, ffn_hidden_size=88, norm_topk_prob=True)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("moe", "megatron", "values", "parts"),
+    [
+        (None, "0.16.1", {"expert_model_parallel_size": 2}, ("expert-model-parallel-size 2 of the", "model has 0 experts")),
+        (None, "0.16.1", {"expert_tensor_parallel_size": 4}, ("expert-tensor-parallel-size 4 of the", "model has 0 experts")),
+        (
+            replace(MOE, num_experts=6),
+            "0.16.1",
+            {"expert_model_parallel_size": 4},
+            ("expert-model-parallel-size 4 of the", "does not divide the 6 experts of model. Use 1 or 2 or 3"),
+        ),
+        (
+            replace(MOE, ffn_hidden_size=90),
+            "0.16.1",
+            {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 4},
+            ("expert-tensor-parallel-size 4 of the", "does not divide the 90 FFN columns of an expert of model. Use 1 or 2 or 3"),
+        ),
+        *(
+            (
+                MOE,
+                megatron,
+                {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": etp_size},
+                (
+                    f"expert-tensor-parallel-size {etp_size} of the",
+                    "tensor-model-parallel-size 2 while",
+                    f"megatron-core {megatron} sums the gradients of experts over the wrong ranks",
+                    "expert-model-parallel-size 2 or more, ",
+                    "expert-tensor-parallel-size 2 (the default), or megatron-core 0.19 or later",
+                ),
+            )
+            for megatron, etp_size in (("0.16.1", 1), ("0.18.2", 1), ("0.16.1", 4))
+        ),
+        (MOE, "none", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, ("megatron-core (not installed here)",)),
+    ],
+)
+def test_check_model_shape_refuses_experts_that_would_not_split_or_train_wrongly(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    moe: MoeShape | None,
+    megatron: str,
+    values: dict[str, int],
+    parts: tuple[str, ...],
+    role: RoleName,
+) -> None:
+    config, shape = _with_experts(tmp_path, monkeypatch, moe, megatron, values)
+    with pytest.raises(ConfigError) as caught:
+        check_model_shape(config, shape, role)
+    assert str(caught.value).startswith("--critic-expert" if role == "critic" else "--expert")
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("moe", "megatron", "values"),
+    [
+        (None, "0.16.1", {"tensor_model_parallel_size": 2}),
+        (MOE, "0.16.1", {"expert_model_parallel_size": 4}),
+        (MOE, "0.16.1", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+        (MOE, "0.16.1", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}),
+        (MOE, "0.19.0", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+        (MOE, "1.0.0rc1", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    ],
+)
+def test_check_model_shape_accepts_experts_that_train_rightly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moe: MoeShape | None, megatron: str, values: dict[str, int]
+) -> None:
+    config, shape = _with_experts(tmp_path, monkeypatch, moe, megatron, values)
+    check_model_shape(config, shape)
+
+
+def _with_experts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moe: MoeShape | None, megatron: str, values: dict[str, int]
+) -> tuple[Config, ModelShape]:
+    """Four ranks under a version of megatron-core; an MLP that tensor parallelism would not split is not in a mixture."""
+
+    def version(_: str) -> str:
+        if megatron == "none":
+            raise PackageNotFoundError
+        return megatron
+
+    monkeypatch.setattr("slime_ppo.config.layout_checks.version", version)
+    sizes: dict[str, Value] = {f"parallel__{name}": value for name, value in values.items()}
+    config = make_config(parallel__actor_num_gpus_per_node=4, data__rollout_max_prompt_len=32, **sizes)
+    shape = replace(_shape(folder), num_attention_heads=8, num_query_groups=4, moe=moe)
+    return config, shape if moe is None else replace(shape, ffn_hidden_size=341)
+
+
+def test_check_model_shape_refuses_an_aux_loss_without_experts(tmp_path: Path) -> None:
+    config, shape = make_config(model__moe_aux_loss_coeff=0.01, data__rollout_max_prompt_len=32), _shape(tmp_path)
+    check_model_shape(config, replace(shape, moe=MOE))
+    with pytest.raises(ConfigError, match=r"--moe-aux-loss-coeff 0.01 balances experts, but model of the actor has none"):
+        check_model_shape(config, shape)
 
 
 def test_check_model_shape_refuses_samples_beyond_the_positions(tmp_path: Path) -> None:

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from slime_ppo.config.model_shape import Llama3Scaling, ModelShape, padded_vocab_size
+from slime_ppo.config.model_shape import Llama3Scaling, ModelShape, MoeShape, padded_vocab_size
 from slime_ppo.errors import CheckpointError
 from tests.helpers.configs import write_model_folder
 
+MOE: dict[str, object] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
 LLAMA3: dict[str, object] = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -39,6 +46,15 @@ def test_from_hf_folder_reads_the_quickstart_shape(tmp_path: Path) -> None:
         rms_norm_eps=1e-5,
         eos_token_ids=(3,),
     )
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_from_hf_folder_of_a_mixture_reads_its_experts_in_both_spellings(tmp_path: Path, key: str) -> None:
+    shape = ModelShape.from_hf_folder(
+        write_model_folder(tmp_path, **(MOE | {"num_experts": None, key: 8, "mlp_only_layers": [], "decoder_sparse_step": 1}))
+    )
+    assert shape.moe == MoeShape(num_experts=8, top_k=2, ffn_hidden_size=96, norm_topk_prob=True)
+    assert (shape.num_experts, shape.ffn_hidden_size, shape.qk_layernorm) == (8, 352, True)
 
 
 def test_from_hf_folder_of_transformers_4_reads_rope_theta_and_defaults(tmp_path: Path) -> None:
@@ -73,7 +89,7 @@ def test_from_hf_folder_prefers_the_end_tokens_of_generation_config(tmp_path: Pa
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number above 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"model_type": 3}, "model_type is 3, expected a string"),
-        ({"model_type": "qwen9"}, "model_type 'qwen9' is not in this version; known: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "qwen9"}, "model_type 'qwen9' is not in this version; known: llama, mistral, qwen2, qwen3, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias true is not in this version"),
         ({"mlp_bias": True}, "mlp_bias true is not in this version"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not in this version, expected 'silu'"),
@@ -89,6 +105,13 @@ def test_from_hf_folder_prefers_the_end_tokens_of_generation_config(tmp_path: Pa
         ({"model_type": "qwen3", "head_dim": None}, "has no 'head_dim', which the shape of a qwen3 model needs"),
         ({"model_type": "qwen2", "num_key_value_heads": None}, "has no 'num_key_value_heads', which the shape of a qwen2"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, expected a whole number"),
+        (MOE | {"norm_topk_prob": None}, "has no 'norm_topk_prob', which the shape of a qwen3_moe"),
+        (MOE | {"num_experts": None}, "has no 'num_experts'"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than the 8 experts of a layer"),
+        (MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size is 0, expected a whole number above 0"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, only 1 is in this version"),
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0], only [] is in this version"),
+        (MOE | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64, only 0 is in this version"),
         ({"model_type": "mistral"}, "has no 'sliding_window', which the shape of a mistral model needs"),
         ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "RoPE of type 'linear'"),
         ({"rope_parameters": None}, "has no 'rope_theta'"),

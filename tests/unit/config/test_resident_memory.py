@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, MoeShape
 from slime_ppo.config.resident_memory import ResidentBytes, TrainedModel, num_params, resident_bytes
 from slime_ppo.parallel.layout import ParallelLayout
 from tests.helpers.configs import write_model_folder
@@ -113,12 +113,12 @@ def test_resident_bytes_round_a_tied_embedding_on_a_pipeline_up_by_itself(shape:
 def test_resident_bytes_of_experts_are_split_over_expert_ranks_and_their_moments_over_the_expert_replicas(
     shape: ModelShape,
 ) -> None:
-    """8 experts of one FFN each in the place of the MLP; 8 ranks: 2 experts on a rank, each halved, 1 expert replica, while TP 1
+    """8 experts of 96 columns each in the place of the MLP; 8 ranks: 2 experts on a rank, each halved, 1 expert replica, while TP 1
     leaves 8 replicas of the rest. A router of 8 x 128 per layer stays whole."""
-    dense, experts = replace(shape, num_experts=0), replace(shape, num_experts=8)
-    mlp = 3 * 128 * 352
-    rest = GLASS_PARAMS - 4 * mlp + 4 * 8 * 128
-    assert num_params(experts) - num_params(dense) == 4 * 7 * mlp + 4 * 8 * 128
+    experts = replace(shape, moe=MoeShape(num_experts=8, top_k=2, ffn_hidden_size=96, norm_topk_prob=True))
+    mlp = 3 * 128 * 96
+    rest = GLASS_PARAMS - 4 * 3 * 128 * 352 + 4 * 8 * 128
+    assert num_params(experts) == rest + 4 * 8 * mlp
     model = TrainedModel(experts, "bfloat16", value_head=False, make_vocab_size_divisible_by=128)
     found = resident_bytes(model, ParallelLayout(8, ep_size=4, etp_size=2), pp_rank=0)
     own = 4 * 2 * mlp // 2

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from slime_ppo.errors import CheckpointError
 from slime_ppo.rollout.embedded.model import ParameterMemory, load_causal_lm
+from tests.helpers.tiny_family import make_tiny_family
 from tests.helpers.tiny_llama import make_tiny_llama
 
 
@@ -109,3 +110,21 @@ def test_load_causal_lm_fp32_lm_head_makes_float32_logits_of_a_bfloat16_trunk(tm
     assert (found.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
     weight = narrow.get_output_embeddings().weight.float()
     assert torch.allclose(found, narrow.model(ids).last_hidden_state.float() @ weight.T, atol=1e-6)
+
+
+def test_parameter_memory_names_the_matrices_of_fused_experts_as_folders_do(tmp_path: Path) -> None:
+    """In the memory of the fused parameter, also after it was freed: writing to one expert changes that expert alone."""
+    model = _load(make_tiny_family(tmp_path, "qwen3_moe", tie=False, seed=0))
+    memory, source = ParameterMemory(model), load_file(tmp_path / "model.safetensors")
+    assert sorted(memory.parameters) == sorted(source)
+    assert all(torch.equal(memory.parameters[name], torch.tensor(tensor)) for name, tensor in source.items())
+    named = memory.parameters
+    memory.free()
+    assert memory.bytes_resident() < 1000
+    memory.allocate()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        named["model.layers.2.mlp.experts.5.up_proj.weight"].fill_(1.0)
+    assert model.get_parameter("model.layers.2.mlp.experts.gate_up_proj")[5, 32:].eq(1.0).all()
+    assert sum(float(parameter.sum()) for parameter in model.parameters()) == 32 * 64
