@@ -66,16 +66,22 @@ class Measured:
         return max(abs(own - expected) / max(expected, 1.0) for own, expected in pairs)
 
 
-def measure_roles(pool: Pool, roles: Mapping[str, tuple[Role, str]], layout: ParallelLayout, dtype: Dtype) -> dict[str, Measured]:
+def measure_roles(
+    pool: Pool, roles: Mapping[str, tuple[Role, str]], layout: ParallelLayout, dtype: Dtype, *, fp32_lm_head: bool = False
+) -> dict[str, Measured]:
     """Predicted and measured bytes of `roles`, by label; they are given as role and HF folder."""
     heads: dict[str, tuple[str, str]] = {
         label: (folder, "value" if role == "critic" else "language_model") for label, (role, folder) in roles.items()
     }
-    ranks = pool.run(f"{RANKS}:measure", world=layout.num_ranks, layout=layout, roles=heads, dtype=dtype, divisible_by=DIVISIBLE_BY)
+    settings = {"dtype": dtype, "divisible_by": DIVISIBLE_BY, "fp32_lm_head": fp32_lm_head}
+    ranks = pool.run(f"{RANKS}:measure", world=layout.num_ranks, layout=layout, roles=heads, **settings)
     found = {}
     for label, (role, folder) in roles.items():
         shape = ModelShape.from_hf_folder(folder)
-        model = TrainedModel(shape, dtype, value_head=role == "critic", make_vocab_size_divisible_by=DIVISIBLE_BY)
+        is_critic = role == "critic"
+        model = TrainedModel(
+            shape, dtype, is_critic, make_vocab_size_divisible_by=DIVISIBLE_BY, fp32_lm_head=fp32_lm_head and not is_critic
+        )
         predicted = [resident_bytes(model, layout, pp_rank=layout.pp_rank(rank)) for rank in range(layout.num_ranks)]
         found[label] = Measured(predicted, [rank[label] for rank in ranks])
     return found

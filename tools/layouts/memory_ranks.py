@@ -24,7 +24,12 @@ from slime_ppo.parallel.worker_settings import (  # noqa: E402
 
 
 def measure(
-    layout: ParallelLayout, roles: Mapping[str, tuple[str, Head]], dtype: Literal["float32", "bfloat16"], divisible_by: int
+    layout: ParallelLayout,
+    roles: Mapping[str, tuple[str, Head]],
+    dtype: Literal["float32", "bfloat16"],
+    divisible_by: int,
+    *,
+    fp32_lm_head: bool,
 ) -> dict[str, ResidentBytes]:
     """Bytes by part of each role after a step; `roles` are HF folders and heads by label. Collective over the layout's ranks."""
     measured = {}
@@ -40,7 +45,13 @@ def measure(
                 collective_timeout_s=60.0,
             ),
             layout=layout,
-            model=ModelSettings(hf_folder=folder, ref_folder=None, dtype=dtype, make_vocab_size_divisible_by=divisible_by),
+            model=ModelSettings(
+                hf_folder=folder,
+                ref_folder=None,
+                dtype=dtype,
+                make_vocab_size_divisible_by=divisible_by,
+                fp32_lm_head=fp32_lm_head and head == "language_model",
+            ),
             optimizer=OptimizerSettings(clip_grad=1.0, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8),
             batch=BatchSettings(micro_batch_size=1, max_tokens=None),
         )

@@ -45,6 +45,19 @@ DENSE: Mapping[str, tuple[ParallelLayout, BatchSettings]] = {
     "TP2 PP2 DP2": (ParallelLayout(8, tp_size=2, pp_size=2), ONE),
     "TP2 PP2 CP2": (ParallelLayout(8, tp_size=2, pp_size=2, cp_size=2), TWO),
 }
+MIXTURE: Mapping[str, tuple[ParallelLayout, BatchSettings]] = {
+    "MoE, 1 rank": (ParallelLayout(1), ONE),
+    "MoE, EP2": (ParallelLayout(2, ep_size=2), TWO),
+    "MoE, EP4": (ParallelLayout(4, ep_size=4), ONE),
+    "MoE, EP2, expert DP2": (ParallelLayout(4, ep_size=2), TOKENS),
+    "MoE, TP2 ETP2": (ParallelLayout(2, tp_size=2, etp_size=2), SEVEN),
+    "MoE, TP2 EP2": (ParallelLayout(2, tp_size=2, ep_size=2), TWO),
+    "MoE, TP2 EP2 ETP2": (ParallelLayout(4, tp_size=2, ep_size=2, etp_size=2), TOKENS),
+    "MoE, PP2 EP2": (ParallelLayout(4, pp_size=2, ep_size=2), ONE),
+    "MoE, PP2 VPP2 EP2": (ParallelLayout(4, pp_size=2, vpp_size=2, ep_size=2), TWO),
+    "MoE, CP2 EP2": (ParallelLayout(2, cp_size=2, ep_size=2), FEW_TOKENS),
+    "MoE, TP2 PP2 CP2 EP4": (ParallelLayout(8, tp_size=2, pp_size=2, cp_size=2, ep_size=4), TWO),
+}
 
 
 @dataclass(frozen=True)
