@@ -27,7 +27,7 @@ RANKS = "tests.dist.backends.precision_ranks"
 def test_gradient_of_a_second_accumulation_holds_nothing_of_the_first(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, *, num_ranks: int, discards: bool
 ) -> None:
-    """Megatron keeps gradients in its buffers and in the optimizer; both must be cleared, also after a step that was discarded."""
+    """Megatron adds to its gradient buffers; they must be cleared, also after a step that was discarded."""
     megatron_pool.preload(RANKS)
     case = make_case(PpoConfig(), weight_decay=0.0).on(ParallelLayout(num_ranks), BatchSettings(2, None), tmp_path)
     plan = replace(make_plan(), steps=make_plan().steps[:1])
