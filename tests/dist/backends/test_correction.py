@@ -7,6 +7,7 @@ import pytest
 
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.data.schedule import split_rows
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
 from slime_ppo.ppo_utils.reference_estimators import mismatch_figures
@@ -94,7 +95,7 @@ def test_baseline_of_masked_truncated_sample_is_kept_only_on_request(
 def test_kl_trajectory_counts_a_trajectory_whose_first_part_was_rejected_on_another_rank(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
 ) -> None:
-    """Rows 2 and 5 are trajectory 2; row 2 is rejected on the first rank, and the second one, which holds row 5, counts it."""
+    """Rows 2 and 5 are trajectory 2; row 2 is rejected on its rank, and the other one, which holds row 5, counts it."""
     case = make_case(PpoConfig(kl_coef=0.1), correction=CorrectionConfig(rejection="sequence"))
     batch = drawn_nearby(make_batch(), case.actor_folder, case.temperature)
     drawn, starts = np.array(batch.rollout_log_probs), batch.offsets("response_token")
@@ -102,13 +103,14 @@ def test_kl_trajectory_counts_a_trajectory_whose_first_part_was_rejected_on_anot
     drawn[starts[5]] += 1.5
     case, batch = case.on(ParallelLayout(2), BatchSettings(3, None), tmp_path), batch.with_columns(rollout_log_probs=drawn)
     ranks = megatron_pool.run(f"{RANKS}:score", world=2, case=case, batch=batch)
-    for (columns, stats), rows, rejected, num_trajectories in (
-        (ranks[0], [0, 2, 4, 6], [False, True, False, True], 2),  # rows 0 and 4
-        (ranks[1], [1, 3, 5], [False, False, False], 2),  # rows 1 and 5; row 3 has no trainable token
-    ):
-        assert columns["rejected"].tolist() == rejected
+    shares = [np.concatenate(share) for share in split_rows(np.arange(7), batch.total_lens, dp_size=2, micro_batch_size=3)]
+    assert [set(share) & {2, 5} for share in shares] in ([{2}, {5}], [{5}, {2}])
+    for (columns, stats), rows in zip(ranks, shares, strict=True):
+        assert columns["rejected"].tolist() == np.isin(rows, [2, 6]).tolist()
         own = batch.select(rows).with_columns(rejected=columns["rejected"])
         kl = (columns["old_log_probs"] - columns["ref_log_probs"])[own.kept_mask].sum(dtype=np.float64)
+        # row 3 has no trainable token, rows 2 and 6 are rejected
+        num_trajectories = np.isin(rows, [0, 1, 4, 5]).sum()
         assert stats["kl_trajectory"] == pytest.approx(kl / num_trajectories, rel=1e-12)
 
 
