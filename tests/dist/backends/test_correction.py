@@ -1,5 +1,6 @@
 """Rollout correction, bypass and baselines as the actor wires them; whole iterations are in test_oracle and test_layout_parity."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,22 +96,23 @@ def test_baseline_of_masked_truncated_sample_is_kept_only_on_request(
 def test_kl_trajectory_counts_a_trajectory_whose_first_part_was_rejected_on_another_rank(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
 ) -> None:
-    """Rows 2 and 5 are trajectory 2; row 2 is rejected on its rank, and the other one, which holds row 5, counts it."""
+    """Rows 0 and 5 are one trajectory; row 0 is rejected on its rank, and the other one, which holds row 5, counts it."""
     case = make_case(PpoConfig(kl_coef=0.1), correction=CorrectionConfig(rejection="sequence"))
     batch = drawn_nearby(make_batch(), case.actor_folder, case.temperature)
+    batch = replace(batch, trajectory_ids=np.array([0, 1, 2, 3, 4, 0, 6]))
     drawn, starts = np.array(batch.rollout_log_probs), batch.offsets("response_token")
-    drawn[starts[2]] -= 1.5  # log-ratios of 0.1 and 1.5 become 1.6 and 0
+    drawn[starts[0]] -= 1.5  # of the log-ratios one moves out of the bounds, and one into them
     drawn[starts[5]] += 1.5
     case, batch = case.on(ParallelLayout(2), BatchSettings(3, None), tmp_path), batch.with_columns(rollout_log_probs=drawn)
     ranks = megatron_pool.run(f"{RANKS}:score", world=2, case=case, batch=batch)
     shares = [np.concatenate(share) for share in split_rows(np.arange(7), batch.total_lens, dp_size=2, micro_batch_size=3)]
-    assert [set(share) & {2, 5} for share in shares] in ([{2}, {5}], [{5}, {2}])
+    assert [set(share) & {0, 5} for share in shares] in ([{0}, {5}], [{5}, {0}])
     for (columns, stats), rows in zip(ranks, shares, strict=True):
-        assert columns["rejected"].tolist() == np.isin(rows, [2, 6]).tolist()
+        assert columns["rejected"].tolist() == np.isin(rows, [0, 6]).tolist()
         own = batch.select(rows).with_columns(rejected=columns["rejected"])
         kl = (columns["old_log_probs"] - columns["ref_log_probs"])[own.kept_mask].sum(dtype=np.float64)
-        # row 3 has no trainable token, rows 2 and 6 are rejected
-        num_trajectories = np.isin(rows, [0, 1, 4, 5]).sum()
+        # row 3 has no trainable token, rows 0 and 6 are rejected
+        num_trajectories = np.isin(rows, [1, 2, 4, 5]).sum()
         assert stats["kl_trajectory"] == pytest.approx(kl / num_trajectories, rel=1e-12)
 
 
