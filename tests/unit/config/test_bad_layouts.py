@@ -94,16 +94,52 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
+# the same for a mixture of 8 experts of 96 columns
+MIXTURE_ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "more expert-parallel ranks than ranks": (
+        "--expert-model-parallel-size 2",
+        ("the actor has 1 ranks", "--expert-model-parallel-size 2 does not divide", "Use 1, or 2 ranks"),
+    ),
+    "ep that does not divide the experts": (
+        "--actor-num-gpus-per-node 3 --expert-model-parallel-size 3 --global-batch-size 96 --rollout-batch-size 96",
+        ("--expert-model-parallel-size 3", "does not divide the 8 experts", "Use 1 or 2"),
+    ),
+    "etp that does not divide the columns of an expert": (
+        "--actor-num-gpus-per-node 5 --expert-tensor-parallel-size 5 --global-batch-size 80 --rollout-batch-size 80",
+        ("--expert-tensor-parallel-size 5", "does not divide the 96 FFN columns of an expert", "Use 1 or 2 or 3 or 4"),
+    ),
+    "what megatron-core trains wrongly": (
+        "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        (
+            "--expert-tensor-parallel-size 1 of the actor differs from --tensor-model-parallel-size 2",
+            "over the wrong ranks, silently",
+            "--expert-model-parallel-size 2 or more",
+        ),
+    ),
+}
+MIXTURE = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True,
+}  # fmt: skip
+
 
 @pytest.fixture
 def command(tmp_path: Path) -> str:
+    return _command(tmp_path)
+
+
+@pytest.fixture
+def mixture_command(tmp_path: Path) -> str:
+    return _command(tmp_path / "mixture", **MIXTURE)
+
+
+def _command(folder: Path, **changes: object) -> str:
     """Flags that alone make a run: the table's are added."""
-    write_model_folder(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The clerk"}\n', encoding="utf-8")
+    write_model_folder(folder / "model", **changes)
+    (folder / "prompts.jsonl").write_text('{"prompt": "The clerk"}\n', encoding="utf-8")
     flags = {
-        "hf-checkpoint": tmp_path / "model",
-        "prompt-data": tmp_path / "prompts.jsonl",
-        "save": tmp_path / "run",
+        "hf-checkpoint": folder / "model",
+        "prompt-data": folder / "prompts.jsonl",
+        "save": folder / "run",
         "rm-type": "length",
         "rollout-max-prompt-len": 16,
         "rollout-max-response-len": 32,
@@ -122,14 +158,25 @@ def _refusal(command: str) -> str:
     return ""
 
 
-def test_command_without_the_tables_flags_is_not_refused(command: str) -> None:
-    assert _refusal(command) == ""
+def test_command_without_the_tables_flags_is_not_refused(command: str, mixture_command: str) -> None:
+    assert _refusal(command) == _refusal(mixture_command) == ""
 
 
 @pytest.mark.parametrize("name", list(ROWS))
 def test_bad_layout_is_refused_with_both_numbers_and_a_way_out(command: str, name: str) -> None:
     flags, parts = ROWS[name]
     message = _refusal(f"{command} {flags}")
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", list(MIXTURE_ROWS))
+def test_bad_layout_of_experts_is_refused_with_both_numbers_and_a_way_out(
+    mixture_command: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    flags, parts = MIXTURE_ROWS[name]
+    monkeypatch.setattr("slime_ppo.config.layout_checks._megatron_version", lambda: "0.16.1")
+    message = _refusal(f"{mixture_command} {flags}")
     for part in parts:
         assert part in message
 
