@@ -150,7 +150,7 @@ def _uneven_collectives() -> types.ModuleType:
         received = own.new_empty((sum(sizes), *own.shape[1:]))
         repeated = own.repeat(len(parts), *[1] * (own.dim() - 1))
         dist.all_to_all_single(received, repeated, sizes, [len(own)] * len(parts), group=group)
-        for part, found in zip(parts, received.split(sizes), strict=True):
+        for part, found in zip(parts, torch.split(received, sizes), strict=True):
             part.copy_(found)
 
     def reduce_scatter(own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -44,7 +44,8 @@ class LoadBalance:
         of_layers = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
         # every rank has added its tokens' part of the loss of its own layers
         (total,) = sum_numbers([float(of_layers.sum())], of_layers.device, torch.distributed.group.WORLD)
-        return total * self._layout.cp_size / (self._num_forwards * self._config.num_layers)
+        num_layers: int = self._config.num_layers
+        return total * self._layout.cp_size / (self._num_forwards * num_layers)
 
 
 @contextmanager
