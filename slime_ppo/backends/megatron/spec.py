@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from slime_ppo.backends.megatron.attention import PackedAttention
+from slime_ppo.backends.megatron.mixture import Router
 
 
 class RMSNorm(torch.nn.Module):
@@ -71,4 +72,4 @@ def _mlp_spec(config: TransformerConfig) -> ModuleSpec:
     if config.num_moe_experts is None:
         return ModuleSpec(module=MLP, submodules=linears)
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
