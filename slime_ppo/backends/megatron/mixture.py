@@ -18,7 +18,7 @@ from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.types.micro_batch import MicroBatch
 
 
-class Router(TopKRouter):
+class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's router, whose load-balancing loss is weighted by the tokens of the micro-batch on this rank, and by nothing else.
 
     Megatron weighs it so for a division by the step's tokens, which we do not do, and from 0.19 on by the number of ranks too.
