@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -14,6 +16,24 @@ from slime_ppo.backends.megatron.collectives import sum_numbers, token_parallel_
 from slime_ppo.errors import DataError
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.types.micro_batch import MicroBatch
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, whose load-balancing loss is weighted by the tokens of the micro-batch on this rank, and by nothing else.
+
+    Megatron weighs it so for a division by the step's tokens, which we do not do, and from 0.19 on by the number of ranks too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calculate_per_token_loss = False
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        weighted = aux_loss * activation.shape[0]
+        result: torch.Tensor = super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, weighted, *args, **kwargs)
+        return result
 
 
 class LoadBalance:
@@ -28,23 +48,24 @@ class LoadBalance:
 
     def __init__(self, config: TransformerConfig, layout: ParallelLayout, coeff: float) -> None:
         self._config, self._layout, self._coeff = config, layout, coeff
-        self._num_forwards = 0.0
+        self._share = 0.0  # of a token on one rank, in the mean over the step's tokens
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Scale the loss for these micro-batches. Collective over data- and context-parallel ranks."""
-        own = [float(sum(len(one.tokens) for one in micro_batches)), float(len(micro_batches))]
-        tokens, self._num_forwards = sum_numbers(own, micro_batches[0].tokens.device, token_parallel_group())
-        # Megatron multiplies a micro-batch's loss by the tokens that one rank of tensor x context parallel sees of it, for a later
-        # division by the step's tokens that we do not do
-        self._config.moe_aux_loss_coeff = self._coeff * self._layout.tp_size * self._layout.cp_size / tokens
+        own = float(sum(len(one.tokens) for one in micro_batches))
+        (tokens,) = sum_numbers([own], micro_batches[0].tokens.device, token_parallel_group())
+        # each rank of tensor x context parallel adds its part of a micro-batch's loss, weighted by its part of the tokens
+        self._share = self._layout.tp_size * self._layout.cp_size / tokens
+        self._config.moe_aux_loss_coeff = self._coeff * self._share
         clear_aux_losses_tracker()
 
     def mean(self) -> float:
-        """Mean over layers and micro-batches of the step, without coeff. Collective over all ranks of the role."""
+        """Mean over layers and the step's tokens, without coeff; 1 when balanced. Collective over all ranks of the role."""
         of_layers = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
         # every rank has added its tokens' part of the loss of its own layers
         (total,) = sum_numbers([float(of_layers.sum())], of_layers.device, torch.distributed.group.WORLD)
-        return total * self._layout.cp_size / (self._num_forwards * float(self._config.num_layers))
+        num_layers: int = self._config.num_layers
+        return total * self._share / num_layers
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from slime_ppo.backends.megatron.attention import PackedAttention
+from slime_ppo.backends.megatron.mixture import Router
 from slime_ppo.parallel.worker_settings import TransformerImpl
 
 
@@ -109,4 +110,4 @@ def _mlp_spec(config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
         return ModuleSpec(module=MLP, submodules=linears)
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))

@@ -128,7 +128,7 @@ def _two_whole_samples() -> RolloutBatch:
 
 
 def _hf_balance(folder: str, batch: RolloutBatch, *, apart: bool) -> tuple[float, dict[str, np.ndarray]]:
-    """The load-balancing loss, mean over layers and samples (or over the pack), and the gradient of what a step adds for COEFF."""
+    """The load-balancing loss of each sample or of all, mean over tokens and layers, and the gradient of what it adds for COEFF."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     routers = [layer.mlp.gate for layer in model.model.layers]
     probabilities: list[list[torch.Tensor]] = [[] for _ in routers]
@@ -146,11 +146,11 @@ def _hf_balance(folder: str, batch: RolloutBatch, *, apart: bool) -> tuple[float
             chosen = torch.zeros_like(probability).scatter(1, probability.topk(2).indices, 0.5)
             losses.append(8 * (chosen.mean(0) * probability.mean(0)).sum())
             weights.append(len(probability) / 20)
-    objective = COEFF * sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+    total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
     names = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)] + ["model.layers.0.self_attn.o_proj.weight"]
     parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad(objective, [parameters[name] for name in names])
-    return float(torch.stack(losses).mean().detach()), {name: found.numpy() for name, found in zip(names, gradients, strict=True)}
+    gradients = torch.autograd.grad(COEFF * total, [parameters[name] for name in names])
+    return float(total.detach()) / 4, {name: found.numpy() for name, found in zip(names, gradients, strict=True)}
 
 
 @pytest.mark.parametrize(
