@@ -101,7 +101,9 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the rollout engine: weights, and the KV cache of all samples of a rollout at their longest."""
     width = DTYPE_BYTES[config.model.dtype]
     per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
-    return num_params(shape) * width, config.samples_per_rollout * config.max_sample_tokens * per_token
+    wide = shape.vocab_size * shape.hidden_size if config.model.fp32_lm_head else 0
+    weights = num_params(shape) * width + wide * (FP32_BYTES - width)
+    return weights, config.samples_per_rollout * config.max_sample_tokens * per_token
 
 
 def _activations(shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int) -> int:

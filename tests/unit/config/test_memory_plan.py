@@ -114,3 +114,9 @@ def test_stage_memory_with_virtual_stages_counts_the_longer_warm_up(shape: Model
 def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelShape) -> None:
     # keys and values, 4 layers, 2 heads of 32, float32, 128 samples of 48 tokens
     assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)
+
+
+def test_engine_memory_counts_a_float32_head_and_the_embedding_tied_to_it_once(shape: ModelShape) -> None:
+    plain, wide = (make_config(model__dtype="bfloat16", model__fp32_lm_head=given) for given in (False, True))
+    assert engine_memory(wide, shape)[0] - engine_memory(plain, shape)[0] == 2 * 1024 * 128
+    assert engine_memory(make_config(model__fp32_lm_head=True), shape) == engine_memory(make_config(), shape)
