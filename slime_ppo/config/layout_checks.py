@@ -106,9 +106,10 @@ def _check_ranks(settings: RoleSettings) -> None:
         raise ConfigError(_straddling_groups(settings))
     _check_split(settings, {"expert-tensor-parallel-size": settings.etp_size, "expert-model-parallel-size": settings.ep_size})
     if settings.vpp_size > 1 and settings.pp_size == 1:
+        flag = f"{prefix}num-virtual-stages-per-pipeline-rank"
         raise ConfigError(
-            f"{prefix}num-virtual-stages-per-pipeline-rank {settings.vpp_size} of the {settings.role} needs a pipeline, and "
-            f"{prefix}pipeline-model-parallel-size is 1. Raise that to 2 or more, or leave the virtual stages out"
+            f"{flag} {settings.vpp_size} of the {settings.role} needs a pipeline, and {prefix}pipeline-model-parallel-size is 1. "
+            f"Raise that to 2 or more, or use {flag} 1"
         )
 
 

@@ -6,6 +6,7 @@ Symbols: h hidden size, f FFN size, q = heads x head_dim, k = key-value heads x 
 from dataclasses import dataclass
 
 from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
+from slime_ppo.config.recompute import RecomputeConfig
 from slime_ppo.config.resident_memory import (
     DTYPE_BYTES,
     FP32_BYTES,
@@ -84,12 +85,13 @@ def stage_memory(config: Config, shape: ModelShape, role: RoleName) -> list[Memo
     stages = []
     for pp_rank in range(layout.pp_size):
         resident = resident_bytes(model, layout, pp_rank=pp_rank)
+        numbers = _activations(shape, layout, share, pp_rank, recompute=config.recompute)
         reference = 2 * resident.params if config.ppo.needs_reference and not is_critic else 0
         asleep = resident.total - resident.grads if config.offloads else 0
         stages.append(
             MemoryEstimate(
                 resident=resident,
-                activations=_activations(shape, layout, share, pp_rank) * DTYPE_BYTES[config.model.dtype],
+                activations=numbers * DTYPE_BYTES[config.model.dtype],
                 logits=logits if pp_rank == layout.pp_size - 1 else 0,
                 host=reference + asleep,
             )
@@ -101,16 +103,31 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the rollout engine: weights, and the KV cache of all samples of a rollout at their longest."""
     width = DTYPE_BYTES[config.model.dtype]
     per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
-    return num_params(shape) * width, config.samples_per_rollout * config.max_sample_tokens * per_token
+    wide = shape.vocab_size * shape.hidden_size if config.model.fp32_lm_head else 0
+    weights = num_params(shape) * width + wide * (FP32_BYTES - width)
+    return weights, config.samples_per_rollout * config.max_sample_tokens * per_token
 
 
-def _activations(shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int) -> int:
-    """Numbers kept for the backward pass: per layer 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP."""
+def _activations(
+    shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int, *, recompute: RecomputeConfig
+) -> int:
+    """Numbers kept for the backward pass: per layer 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP.
+    Of layers that are recomputed the first input of each group, h, and one group whole at a time. What selective recomputation
+    saves is not counted."""
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     per_layer = 6 * shape.hidden_size + 2 * q + 2 * k + 4 * shape.ffn_size_per_token
-    num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size) * _stages_in_flight(layout, share.num, pp_rank)
+    num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size)
+    inputs = again = 0
+    if recompute.recompute_granularity == "full" and recompute.recompute_num_layers is not None:
+        given = recompute.recompute_num_layers
+        if recompute.recompute_method == "block":
+            inputs, num_layers, again = given, num_layers - given, 1
+        else:
+            inputs, num_layers, again = num_layers // given, 0, given
+    passes = _stages_in_flight(layout, share.num, pp_rank)
+    per_token = passes * (inputs * shape.hidden_size + num_layers * per_layer) + again * per_layer
     # tensor parallelism comes with sequence parallelism, so that all of it is split
-    return share.tokens * num_layers * per_layer // layout.tp_size
+    return share.tokens * per_token // layout.tp_size
 
 
 def _stages_in_flight(layout: ParallelLayout, num_micro_batches: int, pp_rank: int) -> int:

@@ -27,7 +27,7 @@ def init_rank(settings: RankSettings, layout: ParallelLayout) -> torch.device:
     os.environ.update(RANK=str(settings.rank), WORLD_SIZE=str(layout.num_ranks), LOCAL_RANK="0")  # read by megatron-core
     if settings.init_method != STANDING_GROUP:
         _join(settings, layout.num_ranks)
-    init_parallel_state(layout, settings.seed)
+    init_parallel_state(layout, settings.seed, timeout_s=settings.collective_timeout_s)
     return torch.device(settings.device)
 
 
@@ -71,8 +71,8 @@ def _join(settings: RankSettings, world_size: int) -> None:
     dist.init_process_group(backend, store=store, rank=settings.rank, world_size=world_size, timeout=timeout)
 
 
-def init_parallel_state(layout: ParallelLayout, seed: int) -> None:
-    """Megatron's groups for `layout` within the process group that stands, and its random streams.
+def init_parallel_state(layout: ParallelLayout, seed: int, *, timeout_s: float) -> None:
+    """Megatron's groups for `layout` within the process group that stands, with a timeout of their own, and its random streams.
 
     A second role of the same process shares the groups of the first. Raises ParallelError when it has another layout.
     """
@@ -89,6 +89,7 @@ def init_parallel_state(layout: ParallelLayout, seed: int) -> None:
             expert_model_parallel_size=layout.ep_size,
             expert_tensor_parallel_size=layout.etp_size,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_s / 60,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)

@@ -381,7 +381,7 @@ def reference_swap(case: Case) -> tuple[bool, bool, int]:
 
 def parallel_ranks(layout: ParallelLayout) -> dict[str, tuple[int, int]]:
     """(our number, Megatron's) of this rank by dimension, sizes too."""
-    init_parallel_state(layout, 1)
+    init_parallel_state(layout, 1, timeout_s=60.0)
     rank, mpu = dist.get_rank(), parallel_state
     return {
         "tp_rank": (layout.tp_rank(rank), mpu.get_tensor_model_parallel_rank()),
@@ -396,6 +396,14 @@ def parallel_ranks(layout: ParallelLayout) -> dict[str, tuple[int, int]]:
         "ep_size": (layout.ep_size, mpu.get_expert_model_parallel_world_size()),
         "expert_dp_size": (layout.expert_dp_size, mpu.get_expert_data_parallel_group().size()),
     }
+
+
+def collective_timeouts(case: Case) -> set[float]:
+    """Seconds after which a collective of the actor gives up, over the groups of all ranks, of stages, and of copies."""
+    _start_actor(case)
+    tied, copies = parallel_state.get_embedding_group(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups = [dist.group.WORLD, parallel_state.get_pipeline_model_parallel_group(), tied, copies]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
 def padded_sizes(sizes: Sequence[tuple[int, int, int]]) -> list[int]:

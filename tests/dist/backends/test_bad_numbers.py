@@ -166,7 +166,7 @@ def _batch_with_token(row: int) -> RolloutBatch:
     return batch.with_columns(prompt_ids=prompts.astype(np.int32), response_ids=responses.astype(np.int32))
 
 
-@pytest.mark.parametrize("layout", ["one_rank", "dp2"])
+@pytest.mark.parametrize("layout", ["one_rank", "dp2", "pp2"])
 @pytest.mark.parametrize(("target", "name"), [("log_probs", "old_log_probs"), ("advantages", "values")])
 def test_column_nan_at_trainable_token_is_an_error_naming_that_sample_alone(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, broken_folder: str, *, target: str, name: str, layout: str

@@ -79,3 +79,12 @@ def test_pack_of_one_sample_and_of_several_have_the_same_positions(
         for size in (1, 100)
     )
     assert np.abs(alone["old_log_probs"] - together["old_log_probs"]).max() <= 1e-5
+
+
+def test_collectives_of_megatrons_groups_give_up_when_those_of_all_ranks_do(
+    megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path
+) -> None:
+    """They had Megatron's half an hour, whatever --call-timeout-s said."""
+    case = make_case(PpoConfig()).on(ParallelLayout(4, pp_size=2), BatchSettings(2, None), tmp_path)
+    asked = case.settings(0, "actor").rank.collective_timeout_s
+    assert megatron_pool.run(f"{PASSES}:collective_timeouts", world=4, case=case) == 4 * [{asked}]

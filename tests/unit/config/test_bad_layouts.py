@@ -34,7 +34,12 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "virtual stages without a pipeline": (
         "--num-virtual-stages-per-pipeline-rank 2",
-        ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-model-parallel-size is 1", "leave the virtual stages out"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-model-parallel-size is 1", "or use --num-virtual-stages"),
+    ),
+    "critic without the actor's pipeline but with its virtual stages": (
+        "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--critic-pipeline-model-parallel-size 1",
+        ("--critic-pipeline-model-parallel-size is 1", "or use --critic-num-virtual-stages-per-pipeline-rank 1"),
     ),
     "more stages than layers": (
         "--actor-num-gpus-per-node 8 --pipeline-model-parallel-size 8",

@@ -114,3 +114,24 @@ def test_stage_memory_with_virtual_stages_counts_the_longer_warm_up(shape: Model
 def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelShape) -> None:
     # keys and values, 4 layers, 2 heads of 32, float32, 128 samples of 48 tokens
     assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)
+
+
+def test_engine_memory_counts_a_float32_head_and_the_embedding_tied_to_it_once(shape: ModelShape) -> None:
+    plain, wide = (make_config(model__dtype="bfloat16", model__fp32_lm_head=given) for given in (False, True))
+    assert engine_memory(wide, shape)[0] - engine_memory(plain, shape)[0] == 2 * 1024 * 128
+    assert engine_memory(make_config(model__fp32_lm_head=True), shape) == engine_memory(make_config(), shape)
+
+
+@pytest.mark.parametrize(("method", "num_layers", "inputs", "kept", "again"), [("uniform", 2, 2, 0, 2), ("block", 3, 3, 1, 1)])
+def test_role_memory_with_full_recomputation_keeps_inputs_and_makes_one_group_at_a_time_again(
+    shape: ModelShape, *, method: str, num_layers: int, inputs: int, kept: int, again: int
+) -> None:
+    config = make_config(
+        data__rollout_max_prompt_len=32,
+        batch__micro_batch_size=1,
+        recompute__recompute_granularity="full",
+        recompute__recompute_method=method,
+        recompute__recompute_num_layers=num_layers,
+    )
+    layer = 6 * 128 + 2 * 128 + 2 * 64 + 4 * 352
+    assert role_memory(config, shape, "actor").activations == 4 * 48 * (inputs * 128 + (kept + again) * layer)
