@@ -44,17 +44,19 @@ class MicroBatchShare:
 
 
 def micro_batch_share(config: Config, role: RoleName) -> MicroBatchShare:
-    """All samples at their longest. Under context parallelism a rank holds two of 2 cp chunks of each sample, and at most as
-    many response tokens."""
+    """All samples at their longest, and micro-batches under a token cap as full as shorter ones could make them. Under context
+    parallelism a rank holds two of 2 cp chunks of each sample, and at most as many response tokens."""
     settings = config.role(role)
     longest = config.max_sample_tokens if settings.cp_size == 1 else 2 * -(-config.max_sample_tokens // (2 * settings.cp_size))
     response = min(config.rollout.rollout_max_response_len, longest)
     per_rank = -(-config.batch.global_batch_size // settings.dp_size)
     if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is not None:
         samples = min(max(config.batch.max_tokens_per_gpu // longest, 1), per_rank)
+        tokens = min(max(config.batch.max_tokens_per_gpu, longest), per_rank * longest)
     else:
         samples = min(config.batch.micro_batch_size, per_rank)
-    return MicroBatchShare(-(-per_rank // samples), samples * longest, samples * response)
+        tokens = samples * longest
+    return MicroBatchShare(-(-per_rank // samples), tokens, -(-tokens * response // longest))
 
 
 def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEstimate:
