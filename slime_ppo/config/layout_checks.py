@@ -108,7 +108,7 @@ def _check_ranks(settings: RoleSettings) -> None:
     if settings.vpp_size > 1 and settings.pp_size == 1:
         raise ConfigError(
             f"{prefix}num-virtual-stages-per-pipeline-rank {settings.vpp_size} of the {settings.role} needs a pipeline, and "
-            f"{prefix}pipeline-model-parallel-size is 1. Raise that to 2 or more, or leave the virtual stages out"
+            f"{prefix}pipeline-model-parallel-size is 1. Raise that to 2 or more, or use 1 virtual stage"
         )
 
 

@@ -34,7 +34,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "virtual stages without a pipeline": (
         "--num-virtual-stages-per-pipeline-rank 2",
-        ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-model-parallel-size is 1", "leave the virtual stages out"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-model-parallel-size is 1", "use 1 virtual stage"),
     ),
     "more stages than layers": (
         "--actor-num-gpus-per-node 8 --pipeline-model-parallel-size 8",

@@ -35,6 +35,16 @@ GRPO: dict[str, Value] = {
         ),
         ({"parallel__num_virtual_stages_per_pipeline_rank": 2}, ("per-pipeline-rank 2", "needs a pipeline")),
         (
+            # inherited from the actor: there is no option of the critic's to leave out
+            {
+                "parallel__actor_num_gpus_per_node": 2,
+                "parallel__pipeline_model_parallel_size": 2,
+                "parallel__num_virtual_stages_per_pipeline_rank": 2,
+                "critic__pipeline_model_parallel_size": 1,
+            },
+            ("--critic-num-virtual-stages-per-pipeline-rank 2 of the critic", "or use 1 virtual stage"),
+        ),
+        (
             {"parallel__context_parallel_size": 2},
             ("the actor has 1 ranks", "--context-parallel-size 2 does not divide", "Use 1, or 2 ranks"),
         ),
