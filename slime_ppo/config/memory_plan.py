@@ -6,6 +6,7 @@ Symbols: h hidden size, f FFN size, q = heads x head_dim, k = key-value heads x 
 from dataclasses import dataclass
 
 from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
+from slime_ppo.config.recompute import RecomputeConfig
 from slime_ppo.config.resident_memory import (
     DTYPE_BYTES,
     FP32_BYTES,
@@ -91,7 +92,7 @@ def stage_memory(config: Config, shape: ModelShape, role: RoleName) -> list[Memo
         stages.append(
             MemoryEstimate(
                 resident=resident,
-                activations=_activations(shape, layout, share, pp_rank) * DTYPE_BYTES[config.model.dtype],
+                activations=_activations(config.recompute, shape, layout, share, pp_rank=pp_rank) * DTYPE_BYTES[config.model.dtype],
                 logits=logits if pp_rank == layout.pp_size - 1 else 0,
                 host=reference + asleep,
             )
@@ -106,13 +107,31 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     return num_params(shape) * width, config.samples_per_rollout * config.max_sample_tokens * per_token
 
 
-def _activations(shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int) -> int:
-    """Numbers kept for the backward pass: per layer 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP."""
-    q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    per_layer = 6 * shape.hidden_size + 2 * q + 2 * k + 4 * shape.ffn_size_per_token
-    num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size) * _stages_in_flight(layout, share.num, pp_rank)
+def _activations(
+    recompute: RecomputeConfig, shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, *, pp_rank: int
+) -> int:
+    """Numbers kept for the backward pass, and those that it makes again at one time."""
+    kept, again = _stage_activations(recompute, shape, shape.num_layers // (layout.pp_size * layout.vpp_size))
+    numbers = kept * _stages_in_flight(layout, share.num, pp_rank) + again
     # tensor parallelism comes with sequence parallelism, so that all of it is split
-    return share.tokens * num_layers * per_layer // layout.tp_size
+    return share.tokens * numbers // layout.tp_size
+
+
+def _stage_activations(recompute: RecomputeConfig, shape: ModelShape, num_layers: int) -> tuple[int, int]:
+    """Per token of a pass through a stage: numbers that stay until its backward pass, and the most that are then recomputed
+    together. A layer has 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP; where it is recomputed h, its
+    input. Recomputed attention saves nothing here: its scores are not counted."""
+    q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    mlp = 4 * shape.ffn_size_per_token
+    layer = 6 * shape.hidden_size + 2 * q + 2 * k + mlp
+    count = recompute.recompute_num_layers
+    if recompute.recompute_granularity == "full" and count is not None:
+        if recompute.recompute_method == "uniform":
+            return num_layers // count * shape.hidden_size, count * layer
+        return count * shape.hidden_size + (num_layers - count) * layer, layer
+    if recompute.recompute_granularity == "selective" and {"mlp", "moe"} & set(recompute.modules):
+        return num_layers * (layer - mlp), mlp
+    return num_layers * layer, 0
 
 
 def _stages_in_flight(layout: ParallelLayout, num_micro_batches: int, pp_rank: int) -> int:

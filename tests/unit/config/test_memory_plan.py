@@ -113,6 +113,27 @@ def test_stage_memory_with_virtual_stages_counts_the_longer_warm_up(shape: Model
     assert [stage.activations for stage in stage_memory(config, shape, "actor")] == [4 * one_layer, 3 * one_layer]
 
 
+@pytest.mark.parametrize(
+    ("recompute", "kept", "again"),
+    [
+        ({}, (0, 4, 4), (0, 0)),
+        ({"granularity": "full", "method": "uniform", "num_layers": 2}, (2, 0, 0), (2, 2)),
+        ({"granularity": "full", "method": "block", "num_layers": 3}, (3, 1, 1), (1, 1)),
+        ({"granularity": "selective"}, (0, 4, 4), (0, 0)),
+        ({"granularity": "selective", "modules": "core_attn,mlp"}, (0, 4, 0), (0, 1)),
+    ],
+)
+def test_role_memory_recomputed_layers_keep_their_input(
+    shape: ModelShape, recompute: dict[str, Value], kept: tuple[int, int, int], again: tuple[int, int]
+) -> None:
+    """Kept of four layers: inputs, attention and norms, MLPs; made again at one time: attention and norms, MLPs."""
+    values = {f"recompute__recompute_{name}": value for name, value in recompute.items()}
+    one = role_memory(make_config(data__rollout_max_prompt_len=32, batch__micro_batch_size=1, **values), shape, "actor")
+    outside, mlp = 6 * 128 + 2 * 128 + 2 * 64, 4 * 352
+    numbers = kept[0] * 128 + (kept[1] + again[0]) * outside + (kept[2] + again[1]) * mlp
+    assert one.activations == 4 * 48 * numbers
+
+
 def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelShape) -> None:
     # keys and values, 4 layers, 2 heads of 32, float32, 128 samples of 48 tokens
     assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)
