@@ -104,7 +104,8 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the rollout engine: weights, and the KV cache of all samples of a rollout at their longest."""
     width = DTYPE_BYTES[config.model.dtype]
     per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
-    return num_params(shape) * width, config.samples_per_rollout * config.max_sample_tokens * per_token
+    widened = shape.vocab_size * shape.hidden_size * (FP32_BYTES - width) if config.model.fp32_lm_head else 0
+    return num_params(shape) * width + widened, config.samples_per_rollout * config.max_sample_tokens * per_token
 
 
 def _activations(

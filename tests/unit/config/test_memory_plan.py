@@ -137,3 +137,8 @@ def test_role_memory_recomputed_layers_keep_their_input(
 def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelShape) -> None:
     # keys and values, 4 layers, 2 heads of 32, float32, 128 samples of 48 tokens
     assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)
+
+
+def test_engine_memory_of_a_float32_head_counts_it_in_full(shape: ModelShape) -> None:
+    half, wide = (engine_memory(make_config(model__dtype="bfloat16", model__fp32_lm_head=fp32), shape)[0] for fp32 in (False, True))
+    assert (half, wide) == (2 * GLASS_PARAMS, 2 * GLASS_PARAMS + 2 * 1024 * 128)
