@@ -109,6 +109,15 @@ GRPO: dict[str, Value] = {
         ),
         ({"batch__global_batch_size": 256}, ("does not divide the 128 samples", "Use --global-batch-size 128")),
         (
+            {
+                "batch__global_batch_size": 3,
+                "rollout__rollout_batch_size": 12,
+                "parallel__actor_num_gpus_per_node": 2,
+                "critic__num_gpus_per_node": 3,
+            },
+            ("not a multiple of the 2 data-parallel ranks of the actor", "Use --global-batch-size 6"),
+        ),
+        (
             {"batch__global_batch_size": 1, "parallel__actor_num_gpus_per_node": 2},
             ("--global-batch-size 1 is not a multiple of the 2 data-parallel ranks of the actor", "Use --global-batch-size 2"),
         ),

@@ -30,6 +30,8 @@ def test_micro_batch_share_is_limited_by_samples_of_the_rank_or_by_tokens() -> N
     assert micro_batch_share(make_config(**lengths, **dynamic), "critic") == MicroBatchShare(64, 100, 34), (
         "two of the longest leave room for a shorter one"
     )
+    plenty = dynamic | {"batch__max_tokens_per_gpu": 10**6}
+    assert micro_batch_share(make_config(**lengths, **plenty), "critic") == MicroBatchShare(1, 128 * 48, 128 * 16)
     dynamic |= {"batch__max_tokens_per_gpu": 10}
     assert micro_batch_share(make_config(**lengths, **dynamic), "critic") == MicroBatchShare(128, 48, 16)
 
@@ -65,6 +67,17 @@ def test_role_memory_under_context_parallelism_holds_chunks_of_samples_and_a_sha
     assert micro_batch_share(config, "actor") == MicroBatchShare(64, 24, 16)
     assert one.resident == ResidentBytes(4 * GLASS_PARAMS, 4 * GLASS_PARAMS, 0, 8 * GLASS_PARAMS // 4)
     assert one.activations == 4 * 24 * 4 * (6 * 128 + 2 * 128 + 2 * 64 + 4 * 352)
+
+
+def test_micro_batch_share_under_context_parallelism_has_no_more_response_tokens_than_tokens() -> None:
+    config = make_config(
+        data__rollout_max_prompt_len=2,
+        rollout__rollout_max_response_len=46,
+        batch__micro_batch_size=1,
+        parallel__actor_num_gpus_per_node=4,
+        parallel__context_parallel_size=4,
+    )
+    assert micro_batch_share(config, "actor") == MicroBatchShare(128, 12, 12)
 
 
 def test_role_memory_counts_the_reference_twice_with_a_kl_and_not_at_all_without(shape: ModelShape) -> None:
