@@ -228,7 +228,7 @@ class PpoTrainer:
         if cap is None or not self.config.batch.use_dynamic_batch_size:
             return {}
         cp_size = min(self.config.role(role).cp_size for role in self.config.roles)
-        tokens = CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens // cp_size
+        tokens = CpMap(cp_size, batch.prompt_lens, batch.response_lens).rank_lens
         num_over = int((tokens > cap).sum())
         if num_over:
             longest = int(tokens.argmax())
@@ -294,7 +294,8 @@ class PpoTrainer:
         if 0 < limit < gap:
             raise NumericsError(
                 f"engine and trainer differ by {gap:.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: the "
-                "engine generates with other weights, another temperature or another support than the trainer believes"
+                "engine generates with other weights, another temperature or another support than the trainer believes. With "
+                "--dtype bfloat16 rounding alone gives a few hundredths: raise the limit, or 0 turns it off"
             )
 
     def _warn_of_value_clip(self, metrics: Mapping[str, float]) -> None:

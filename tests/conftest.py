@@ -9,7 +9,7 @@ import pytest
 # With importlib mode pytest adds nothing to sys.path; `tests.helpers` and functions named to the ranks are imported from here.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.helpers.layout_table import LAYOUT_ROWS
+from tests.helpers.layout_table import LAYOUT_ROWS, write_table
 from tests.helpers.rank_pool import RankPool
 
 
@@ -22,7 +22,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if target and rows:
         from tests.dist.backends.matrix import table
 
-        Path(target).write_text(table(rows), encoding="utf-8")
+        write_table(Path(target), table(rows))
 
 
 @pytest.fixture(scope="session")

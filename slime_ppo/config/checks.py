@@ -218,7 +218,8 @@ def _check_schedule(checked: Checked) -> None:
 def _check_weight_bucket(checked: Checked) -> None:
     cluster, bucket = checked.config.cluster, checked.config.rollout.weight_bucket_bytes
     # a bucket on its way and the rollout's columns must fit together; a cluster that is joined has its own store
-    if cluster.ray_address in (None, "local") and bucket > cluster.object_store_bytes // 2:
+    starts_cluster = cluster.launcher != "local" and cluster.ray_address in (None, "local")
+    if starts_cluster and bucket > cluster.object_store_bytes // 2:
         raise ConfigError(
             f"{checked.cite('rollout.weight_bucket_bytes')} is more than half of {checked.cite('cluster.object_store_bytes')}. Use "
             f"--weight-bucket-bytes {cluster.object_store_bytes // 2} or less, or --object-store-bytes {2 * bucket} or more"

@@ -46,8 +46,14 @@ def check_execution_on(config: Config, device: str) -> None:
 
 
 def check_execution_of_model(config: Config, settings: RoleSettings, shape: ModelShape) -> None:
-    """Refuse recomputation that does not fit the layers of a stage. Raises ConfigError."""
+    """Refuse recomputation of what the model's layers do not have, or of more than a stage has. Raises ConfigError."""
     recompute = config.recompute
+    absent, present = ("moe", "mlp") if shape.moe is None else ("mlp", "moe")
+    if recompute.recompute_granularity == "selective" and absent in recompute.modules:
+        raise ConfigError(
+            f"--recompute-modules {recompute.recompute_modules}: Megatron would pass over {absent} in silence, the layers of "
+            f"{settings.hf_folder} of the {settings.role} have {shape.num_experts} experts. Use {present}"
+        )
     if recompute.recompute_granularity != "full" or recompute.recompute_num_layers is None:
         return
     layers, asked = shape.num_layers // (settings.pp_size * settings.vpp_size), recompute.recompute_num_layers

@@ -45,17 +45,19 @@ class MicroBatchShare:
 
 
 def micro_batch_share(config: Config, role: RoleName) -> MicroBatchShare:
-    """All samples at their longest. Under context parallelism a rank holds two of 2 cp chunks of each sample, and at most as
-    many response tokens."""
+    """All samples at their longest, and micro-batches under a token cap as full as shorter ones could make them. Under context
+    parallelism a rank holds two of 2 cp chunks of each sample, and at most as many response tokens."""
     settings = config.role(role)
     longest = config.max_sample_tokens if settings.cp_size == 1 else 2 * -(-config.max_sample_tokens // (2 * settings.cp_size))
     response = min(config.rollout.rollout_max_response_len, longest)
     per_rank = -(-config.batch.global_batch_size // settings.dp_size)
     if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is not None:
         samples = min(max(config.batch.max_tokens_per_gpu // longest, 1), per_rank)
+        tokens = min(max(config.batch.max_tokens_per_gpu, longest), per_rank * longest)
     else:
         samples = min(config.batch.micro_batch_size, per_rank)
-    return MicroBatchShare(-(-per_rank // samples), samples * longest, samples * response)
+        tokens = samples * longest
+    return MicroBatchShare(-(-per_rank // samples), tokens, -(-tokens * response // longest))
 
 
 def role_memory(config: Config, shape: ModelShape, role: RoleName) -> MemoryEstimate:
@@ -85,13 +87,13 @@ def stage_memory(config: Config, shape: ModelShape, role: RoleName) -> list[Memo
     stages = []
     for pp_rank in range(layout.pp_size):
         resident = resident_bytes(model, layout, pp_rank=pp_rank)
-        numbers = _activations(shape, layout, share, pp_rank, recompute=config.recompute)
+        activations = _activations(config.recompute, shape, layout, share, pp_rank=pp_rank)
         reference = 2 * resident.params if config.ppo.needs_reference and not is_critic else 0
         asleep = resident.total - resident.grads if config.offloads else 0
         stages.append(
             MemoryEstimate(
                 resident=resident,
-                activations=numbers * DTYPE_BYTES[config.model.dtype],
+                activations=activations * DTYPE_BYTES[config.model.dtype],
                 logits=logits if pp_rank == layout.pp_size - 1 else 0,
                 host=reference + asleep,
             )
@@ -103,31 +105,35 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the rollout engine: weights, and the KV cache of all samples of a rollout at their longest."""
     width = DTYPE_BYTES[config.model.dtype]
     per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
-    wide = shape.vocab_size * shape.hidden_size if config.model.fp32_lm_head else 0
-    weights = num_params(shape) * width + wide * (FP32_BYTES - width)
-    return weights, config.samples_per_rollout * config.max_sample_tokens * per_token
+    widened = shape.vocab_size * shape.hidden_size * (FP32_BYTES - width) if config.model.fp32_lm_head else 0
+    return num_params(shape) * width + widened, config.samples_per_rollout * config.max_sample_tokens * per_token
 
 
 def _activations(
-    shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, pp_rank: int, *, recompute: RecomputeConfig
+    recompute: RecomputeConfig, shape: ModelShape, layout: ParallelLayout, share: MicroBatchShare, *, pp_rank: int
 ) -> int:
-    """Numbers kept for the backward pass: per layer 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP.
-    Of layers that are recomputed the first input of each group, h, and one group whole at a time. What selective recomputation
-    saves is not counted."""
-    q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    per_layer = 6 * shape.hidden_size + 2 * q + 2 * k + 4 * shape.ffn_size_per_token
-    num_layers = shape.num_layers // (layout.pp_size * layout.vpp_size)
-    inputs = again = 0
-    if recompute.recompute_granularity == "full" and recompute.recompute_num_layers is not None:
-        given = recompute.recompute_num_layers
-        if recompute.recompute_method == "block":
-            inputs, num_layers, again = given, num_layers - given, 1
-        else:
-            inputs, num_layers, again = num_layers // given, 0, given
-    passes = _stages_in_flight(layout, share.num, pp_rank)
-    per_token = passes * (inputs * shape.hidden_size + num_layers * per_layer) + again * per_layer
+    """Numbers kept for the backward pass, and those that it makes again at one time."""
+    kept, again = _stage_activations(recompute, shape, shape.num_layers // (layout.pp_size * layout.vpp_size))
+    numbers = kept * _stages_in_flight(layout, share.num, pp_rank) + again
     # tensor parallelism comes with sequence parallelism, so that all of it is split
-    return share.tokens * per_token // layout.tp_size
+    return share.tokens * numbers // layout.tp_size
+
+
+def _stage_activations(recompute: RecomputeConfig, shape: ModelShape, num_layers: int) -> tuple[int, int]:
+    """Per token of a pass through a stage: numbers that stay until its backward pass, and the most that are then recomputed
+    together. A layer has 6h around the norms and residuals, q + 2k + q of attention, 4f of the MLP; where it is recomputed h, its
+    input. Recomputed attention saves nothing here: its scores are not counted."""
+    q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    mlp = 4 * shape.ffn_size_per_token
+    layer = 6 * shape.hidden_size + 2 * q + 2 * k + mlp
+    count = recompute.recompute_num_layers
+    if recompute.recompute_granularity == "full" and count is not None:
+        if recompute.recompute_method == "uniform":
+            return num_layers // count * shape.hidden_size, count * layer
+        return count * shape.hidden_size + (num_layers - count) * layer, layer
+    if recompute.recompute_granularity == "selective" and {"mlp", "moe"} & set(recompute.modules):
+        return num_layers * (layer - mlp), mlp
+    return num_layers * layer, 0
 
 
 def _stages_in_flight(layout: ParallelLayout, num_micro_batches: int, pp_rank: int) -> int:

@@ -14,6 +14,8 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
+    if config.batch.use_dynamic_batch_size:
+        yield "batch.micro_batch_size", "micro-batches of so many samples (--no-use-dynamic-batch-size)"
     if not config.cluster.colocate:
         yield "cluster.offload", "devices that are shared (--colocate)"
     if config.optimizer.lr_decay_style == "constant":

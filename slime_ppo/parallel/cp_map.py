@@ -80,6 +80,11 @@ class CpMap:
         """Tokens of each sample with its padding, int64 [S]: a multiple of 2 cp_size (cp_size 1: no padding)."""
         return self._chunk_lens * self.num_chunks
 
+    @property
+    def rank_lens(self) -> Ints:
+        """Tokens of each sample that one rank holds, padding among them, int64 [S]: the same on every rank."""
+        return self.padded_lens // self.cp_size
+
     def owners(self, rows: Ints, positions: Ints) -> Ints:
         """Rank that holds position `positions` [k] of sample `rows` [k], int64 [k]."""
         chunk = positions // self._chunk_lens[rows]
@@ -130,8 +135,7 @@ class CpMap:
     @cached_property
     def _first_places(self) -> Ints:
         """Where each sample begins in a rank's pack: the same on every rank."""
-        own = self.padded_lens // self.cp_size
-        return np.cumsum(own) - own
+        return np.cumsum(self.rank_lens) - self.rank_lens
 
     @cached_property
     def _token_rows(self) -> Ints:

@@ -108,14 +108,15 @@ class MegatronRole:
         The token limit is of one rank, which under context parallelism holds its part of each sample.
         """
         cp_size, batching = self.layout.cp_size, self.settings.batch
-        padded = CpMap(cp_size, batch.prompt_lens, batch.response_lens).padded_lens
+        cp_map = CpMap(cp_size, batch.prompt_lens, batch.response_lens)
+        by_flops = batching.balance_by == "flops"
         shares = split_rows(
             rows,
-            padded // cp_size,
+            cp_map.rank_lens,
             dp_size=self.layout.dp_size,
             micro_batch_size=batching.micro_batch_size,
             max_tokens=batching.max_tokens,
-            costs=flop_costs(self.shape, padded, num_outputs=self.num_outputs) if batching.balance_by == "flops" else None,
+            costs=flop_costs(self.shape, cp_map.padded_lens, num_outputs=self.num_outputs) if by_flops else None,
             multiple_of=self.layout.micro_batch_multiple,
         )
         context = ContextRank(cp_size, self.cp_rank, context_parallel_group()) if cp_size > 1 else None

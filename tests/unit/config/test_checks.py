@@ -35,6 +35,16 @@ GRPO: dict[str, Value] = {
         ),
         ({"parallel__num_virtual_stages_per_pipeline_rank": 2}, ("per-pipeline-rank 2", "needs a pipeline")),
         (
+            # inherited from the actor: there is no option of the critic's to leave out
+            {
+                "parallel__actor_num_gpus_per_node": 2,
+                "parallel__pipeline_model_parallel_size": 2,
+                "parallel__num_virtual_stages_per_pipeline_rank": 2,
+                "critic__pipeline_model_parallel_size": 1,
+            },
+            ("--critic-num-virtual-stages-per-pipeline-rank 2 of the critic", "or use 1 virtual stage"),
+        ),
+        (
             {"parallel__context_parallel_size": 2},
             ("the actor has 1 ranks", "--context-parallel-size 2 does not divide", "Use 1, or 2 ranks"),
         ),
@@ -98,6 +108,15 @@ GRPO: dict[str, Value] = {
             ("--global-batch-size 100", "does not divide the 128 samples", "Use --global-batch-size 64 or 128"),
         ),
         ({"batch__global_batch_size": 256}, ("does not divide the 128 samples", "Use --global-batch-size 128")),
+        (
+            {
+                "batch__global_batch_size": 3,
+                "rollout__rollout_batch_size": 12,
+                "parallel__actor_num_gpus_per_node": 2,
+                "critic__num_gpus_per_node": 3,
+            },
+            ("not a multiple of the 2 data-parallel ranks of the actor", "Use --global-batch-size 6"),
+        ),
         (
             {"batch__global_batch_size": 1, "parallel__actor_num_gpus_per_node": 2},
             ("--global-batch-size 1 is not a multiple of the 2 data-parallel ranks of the actor", "Use --global-batch-size 2"),
@@ -190,6 +209,7 @@ def test_check_config_refuses_with_reason_and_fix(values: dict[str, Value], part
         {"run__seed": 2**63 - 1},
         {"rollout__weight_bucket_bytes": 2**27},
         {"rollout__weight_bucket_bytes": 2**29, "cluster__ray_address": "10.0.0.1:6379"},
+        {"rollout__weight_bucket_bytes": 2**29, "cluster__launcher": "local"},
         {**ADAPTIVE, "ppo__kl_target_unit": "token"},
         {"eval__eval_interval": 5, "eval__eval_prompt_data": "held_out.jsonl"},
     ],

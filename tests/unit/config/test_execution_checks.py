@@ -7,7 +7,7 @@ import pytest
 
 from slime_ppo.config.checks import check_config, check_model_shape, config_warnings
 from slime_ppo.config.fields import Value
-from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.model_shape import ModelShape, MoeShape
 from slime_ppo.errors import ConfigError
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import ExecutionSettings
@@ -129,6 +129,19 @@ def test_check_model_shape_recompute_beyond_a_stage_is_refused(
     with pytest.raises(ConfigError) as caught:
         check_model_shape(make_config(**(FULL | values)), replace(shape, max_position_embeddings=10**6))
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_check_model_shape_recompute_of_what_no_layer_has_is_refused(tmp_path: Path) -> None:
+    dense = replace(ModelShape.from_hf_folder(str(write_model_folder(tmp_path))), max_position_embeddings=10**6)
+    mixture = replace(dense, moe=MoeShape(num_experts=4, top_k=2, ffn_hidden_size=32, norm_topk_prob=True))
+    for own, of_the_other, experts in ((dense, mixture, 0), (mixture, dense, 4)):
+        names = {0: "mlp", 4: "moe"}
+        right = make_config(**(SELECTIVE | {"recompute__recompute_modules": names[experts]}))
+        check_model_shape(right, own)
+        with pytest.raises(
+            ConfigError, match=f"over {names[experts]} in silence.* {4 - experts} experts. Use {names[4 - experts]}"
+        ):
+            check_model_shape(right, of_the_other)
 
 
 def test_config_warnings_fp32_lm_head_of_a_float32_model_has_no_effect() -> None:

@@ -44,6 +44,14 @@ def test_chosen_launcher_ray_in_many_processes_of_torchrun_is_refused() -> None:
         ({}, r"asks for 1 ranks .* torchrun has started 2"),
         ({"parallel__actor_num_gpus_per_node": 2, "critic__num_gpus_per_node": 1}, "actor has 2 ranks, the critic 1"),
         (
+            {
+                "parallel__actor_num_gpus_per_node": 2,
+                "parallel__pipeline_model_parallel_size": 2,
+                "critic__num_virtual_stages_per_pipeline_rank": 2,
+            },
+            "actor has 1 virtual stages per rank, the critic 2",
+        ),
+        (
             {"parallel__actor_num_gpus_per_node": 2, "critic__tensor_model_parallel_size": 2},
             "actor has 1 ranks per tensor-parallel group, the critic 2",
         ),

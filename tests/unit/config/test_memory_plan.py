@@ -27,7 +27,11 @@ def test_micro_batch_share_is_limited_by_samples_of_the_rank_or_by_tokens() -> N
     two_ranks = {"parallel__actor_num_gpus_per_node": 2, "batch__micro_batch_size": 128}
     assert micro_batch_share(make_config(**lengths, **two_ranks), "actor") == MicroBatchShare(1, 64 * 48, 64 * 16)
     dynamic = {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 100}
-    assert micro_batch_share(make_config(**lengths, **dynamic), "critic") == MicroBatchShare(64, 2 * 48, 2 * 16)
+    assert micro_batch_share(make_config(**lengths, **dynamic), "critic") == MicroBatchShare(64, 100, 34), (
+        "two of the longest leave room for a shorter one"
+    )
+    plenty = dynamic | {"batch__max_tokens_per_gpu": 10**6}
+    assert micro_batch_share(make_config(**lengths, **plenty), "critic") == MicroBatchShare(1, 128 * 48, 128 * 16)
     dynamic |= {"batch__max_tokens_per_gpu": 10}
     assert micro_batch_share(make_config(**lengths, **dynamic), "critic") == MicroBatchShare(128, 48, 16)
 
@@ -63,6 +67,17 @@ def test_role_memory_under_context_parallelism_holds_chunks_of_samples_and_a_sha
     assert micro_batch_share(config, "actor") == MicroBatchShare(64, 24, 16)
     assert one.resident == ResidentBytes(4 * GLASS_PARAMS, 4 * GLASS_PARAMS, 0, 8 * GLASS_PARAMS // 4)
     assert one.activations == 4 * 24 * 4 * (6 * 128 + 2 * 128 + 2 * 64 + 4 * 352)
+
+
+def test_micro_batch_share_under_context_parallelism_has_no_more_response_tokens_than_tokens() -> None:
+    config = make_config(
+        data__rollout_max_prompt_len=2,
+        rollout__rollout_max_response_len=46,
+        batch__micro_batch_size=1,
+        parallel__actor_num_gpus_per_node=4,
+        parallel__context_parallel_size=4,
+    )
+    assert micro_batch_share(config, "actor") == MicroBatchShare(128, 12, 12)
 
 
 def test_role_memory_counts_the_reference_twice_with_a_kl_and_not_at_all_without(shape: ModelShape) -> None:
@@ -111,27 +126,32 @@ def test_stage_memory_with_virtual_stages_counts_the_longer_warm_up(shape: Model
     assert [stage.activations for stage in stage_memory(config, shape, "actor")] == [4 * one_layer, 3 * one_layer]
 
 
+@pytest.mark.parametrize(
+    ("recompute", "kept", "again"),
+    [
+        ({}, (0, 4, 4), (0, 0)),
+        ({"granularity": "full", "method": "uniform", "num_layers": 2}, (2, 0, 0), (2, 2)),
+        ({"granularity": "full", "method": "block", "num_layers": 3}, (3, 1, 1), (1, 1)),
+        ({"granularity": "selective"}, (0, 4, 4), (0, 0)),
+        ({"granularity": "selective", "modules": "core_attn,mlp"}, (0, 4, 0), (0, 1)),
+    ],
+)
+def test_role_memory_recomputed_layers_keep_their_input(
+    shape: ModelShape, recompute: dict[str, Value], kept: tuple[int, int, int], again: tuple[int, int]
+) -> None:
+    """Kept of four layers: inputs, attention and norms, MLPs; made again at one time: attention and norms, MLPs."""
+    values = {f"recompute__recompute_{name}": value for name, value in recompute.items()}
+    one = role_memory(make_config(data__rollout_max_prompt_len=32, batch__micro_batch_size=1, **values), shape, "actor")
+    outside, mlp = 6 * 128 + 2 * 128 + 2 * 64, 4 * 352
+    numbers = kept[0] * 128 + (kept[1] + again[0]) * outside + (kept[2] + again[1]) * mlp
+    assert one.activations == 4 * 48 * numbers
+
+
 def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelShape) -> None:
     # keys and values, 4 layers, 2 heads of 32, float32, 128 samples of 48 tokens
     assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)
 
 
-def test_engine_memory_counts_a_float32_head_and_the_embedding_tied_to_it_once(shape: ModelShape) -> None:
-    plain, wide = (make_config(model__dtype="bfloat16", model__fp32_lm_head=given) for given in (False, True))
-    assert engine_memory(wide, shape)[0] - engine_memory(plain, shape)[0] == 2 * 1024 * 128
-    assert engine_memory(make_config(model__fp32_lm_head=True), shape) == engine_memory(make_config(), shape)
-
-
-@pytest.mark.parametrize(("method", "num_layers", "inputs", "kept", "again"), [("uniform", 2, 2, 0, 2), ("block", 3, 3, 1, 1)])
-def test_role_memory_with_full_recomputation_keeps_inputs_and_makes_one_group_at_a_time_again(
-    shape: ModelShape, *, method: str, num_layers: int, inputs: int, kept: int, again: int
-) -> None:
-    config = make_config(
-        data__rollout_max_prompt_len=32,
-        batch__micro_batch_size=1,
-        recompute__recompute_granularity="full",
-        recompute__recompute_method=method,
-        recompute__recompute_num_layers=num_layers,
-    )
-    layer = 6 * 128 + 2 * 128 + 2 * 64 + 4 * 352
-    assert role_memory(config, shape, "actor").activations == 4 * 48 * (inputs * 128 + (kept + again) * layer)
+def test_engine_memory_of_a_float32_head_counts_it_in_full(shape: ModelShape) -> None:
+    half, wide = (engine_memory(make_config(model__dtype="bfloat16", model__fp32_lm_head=fp32), shape)[0] for fp32 in (False, True))
+    assert (half, wide) == (2 * GLASS_PARAMS, 2 * GLASS_PARAMS + 2 * 1024 * 128)

@@ -39,6 +39,10 @@ _CRITIC = "used only with an --advantage-estimator that has a critic (gae)"
         ({**KL_LOSS, "ppo__allow_double_kl": True}, ("--allow-double-kl has no effect", "--kl-coef above 0 together with")),
         ({"ppo__kl_coef": 0.1, "ppo__allow_double_kl": True}, ("--allow-double-kl has no effect", "--use-kl-loss")),
         ({"ppo__entropy_support": "sampled"}, ("--entropy-support sampled has no effect", "a restricted sampler")),
+        (
+            {"batch__micro_batch_size": 4, "batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 100},
+            ("--micro-batch-size 4 has no effect", "--no-use-dynamic-batch-size"),
+        ),
         ({"cluster__colocate": False, "cluster__offload": False}, ("--no-offload has no effect", "that are shared (--colocate)")),
         ({"correction__cap": 3.0}, ("--rollout-correction-cap 3.0 has no effect", "--rollout-correction tis")),
         ({"correction__mode": "tis", "correction__low": 0.1}, ("--rollout-correction-low 0.1 has no effect", "icepop")),

@@ -61,7 +61,7 @@ def test_worker_settings_actor_has_the_reference_and_one_entry_per_rank() -> Non
     assert found == [
         WorkerSettings(
             rank=rank_settings(rank),
-            layout=ParallelLayout(num_ranks=4, tp_size=2),
+            layout=ParallelLayout(num_ranks=4, tp_size=2, etp_size=2),
             model=model,
             optimizer=OPTIMIZER,
             batch=BatchSettings(micro_batch_size=3, max_tokens=None),
@@ -101,7 +101,7 @@ def test_worker_settings_dynamic_batches_count_tokens_alone() -> None:
 def test_worker_settings_context_parallel_size_is_the_roles() -> None:
     config = make_config(**(VALUES | {"parallel__context_parallel_size": 2, "critic__context_parallel_size": 1}))
     sizes = {role: worker_settings(config, role, init_method="tcp://a:1", device="cpu")[0].layout for role in config.roles}
-    assert sizes == {"actor": ParallelLayout(4, tp_size=2, cp_size=2), "critic": ParallelLayout(2)}
+    assert sizes == {"actor": ParallelLayout(4, tp_size=2, cp_size=2, etp_size=2), "critic": ParallelLayout(2)}
 
 
 def test_worker_settings_without_offload_ranks_stay_awake() -> None:
