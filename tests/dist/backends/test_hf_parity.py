@@ -62,7 +62,8 @@ def test_log_probs_padded_vocabulary_equal_transformers(
     """100 tokens are padded to 128: a padded row with logit 0 in the softmax would move every log-prob."""
     case = make_case(PpoConfig(), tie=False, temperature=temperature).on(LAYOUTS[layout], ALL, tmp_path)
     batch = make_batch()
-    columns = megatron_pool.run(f"{RANKS}:log_probs", world=case.layout.num_ranks, case=case, batch=batch)[0]
+    ranks = megatron_pool.run(f"{RANKS}:log_probs", world=case.layout.num_ranks, case=case, batch=batch)
+    [columns] = [reported for reported in ranks if reported]
     scaled = (_hf_logits(case.actor_folder, batch) / temperature).log_softmax(-1)
     expected = scaled.gather(1, torch.tensor(batch.response_ids).long()[:, None])[:, 0].numpy()
     entropy = -(scaled.exp() * scaled).sum(-1).numpy()
