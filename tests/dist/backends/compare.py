@@ -64,5 +64,6 @@ def _assert_steps_equal(found: list[dict[str, float]], expected: list[dict[str, 
     for step, (own, other) in enumerate(zip(found, expected, strict=True)):
         assert own.keys() == other.keys()
         for name, value in other.items():
-            absolute = 1e-6 if name in ("pg_loss", "loss") else 1e-9
+            # sums of terms of either sign, which nearly cancel
+            absolute = 0.1 * STEP_TOLERANCES[step] if name in ("pg_loss", "loss") else 1e-9
             assert own[name] == pytest.approx(value, rel=STEP_TOLERANCES[step], abs=absolute), f"{name} of step {step}"

@@ -170,7 +170,8 @@ def test_bfloat16_fused_lm_head_equals_logits_up_to_their_rounding(
 
     def run(function: str, *, fused: bool, **arguments: object) -> Any:
         own = replace(case.on(*LAYOUTS[layout], tmp_path), fuse_lm_head=fused)
-        return megatron_pool.run(f"{RANKS}:{function}", world=own.layout.num_ranks, case=own, **arguments)[0]
+        ranks = megatron_pool.run(f"{RANKS}:{function}", world=own.layout.num_ranks, case=own, **arguments)
+        return next(found for found in ranks if found[0])  # of a pipeline the last stage reports
 
     plain, fused = (run("score", fused=fused, batch=make_batch())[0] for fused in (False, True))
     for name in ("old_log_probs", "entropy"):
@@ -283,7 +284,10 @@ def test_iteration_rank_without_trainable_token_still_takes_part(
     assert gradient_error(report.actor.gradients[0], one.actor.gradients[0]) <= 1e-5
     assert gradient_error(report.critic.gradients[0], one.critic.gradients[0]) <= 1e-5
     assert report.advantage_stats == pytest.approx(one.advantage_stats, rel=1e-5)
-    assert report.log_prob_stats == pytest.approx(one.log_prob_stats, rel=1e-5)
+    assert report.log_prob_stats.keys() == one.log_prob_stats.keys()
+    for name, value in one.log_prob_stats.items():  # log-probs of about -4 nearly cancel in the KL
+        num_tokens = max(RESPONSE_LENS) if name == "kl_trajectory" else 1
+        assert report.log_prob_stats[name] == pytest.approx(value, rel=1e-5, abs=1e-6 * num_tokens), name
 
 
 def _single(plan: StepPlan) -> StepPlan:

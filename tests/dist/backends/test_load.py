@@ -32,9 +32,13 @@ def test_load_wrong_shape_names_tensor_and_both_shapes(
     megatron_pool: RankPool, make_case: CaseMaker, tmp_path: Path, *, name: str, shape: tuple, expected: list, layout: str
 ) -> None:
     case = make_case(PpoConfig()).on(LAYOUTS[layout], BatchSettings(1, None), tmp_path)
-    for message in megatron_pool.run(
+    messages = megatron_pool.run(
         f"{RANKS}:load_weights", world=case.layout.num_ranks, case=case, changes={name: shape}, head="language_model"
-    ):
+    )
+    told = [message for message in messages if message]
+    # of a pipeline the ranks that hold the tensor: the tied embedding lies on both stages
+    assert len(told) == (1 if layout == "pp2" and "embed" not in name else len(messages))
+    for message in told:
         assert message == f"the folder does not have the shapes of its config.json: {name} is {list(shape)}, expected {expected}"
 
 

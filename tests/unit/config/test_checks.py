@@ -42,7 +42,10 @@ GRPO: dict[str, Value] = {
                 "parallel__num_virtual_stages_per_pipeline_rank": 2,
                 "critic__pipeline_model_parallel_size": 1,
             },
-            ("--critic-num-virtual-stages-per-pipeline-rank 2 of the critic", "or use --critic-num-virtual-stages-per-pipeline-rank 1"),
+            (
+                "--critic-num-virtual-stages-per-pipeline-rank 2 of the critic",
+                "or use --critic-num-virtual-stages-per-pipeline-rank 1",
+            ),
         ),
         (
             {"parallel__context_parallel_size": 2},
