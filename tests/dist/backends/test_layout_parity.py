@@ -16,7 +16,7 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings
 from slime_ppo.types.step_plan import StepPlan
-from tests.dist.backends.cases import RANKS, Case, make_batch, make_plan, make_scored_batch
+from tests.dist.backends.cases import RANKS, RESPONSE_LENS, Case, make_batch, make_plan, make_scored_batch
 from tests.dist.backends.compare import assert_reports_equal, gradient_error
 from tests.dist.backends.conftest import CaseMaker
 from tests.dist.backends.models import drawn_nearby
