@@ -67,7 +67,7 @@ def test_reward_that_returns_none_names_the_sample(joined_runs: Runs, tmp_path: 
 
 
 def test_more_ranks_than_the_cluster_has_cpus_is_refused_with_both_numbers(joined_runs: Runs, tmp_path: Path) -> None:
-    asked = CPUS_OF_CLUSTER + 2
+    asked = 2 * CPUS_OF_CLUSTER  # divides the batch of SMALL
     code, output = joined_runs.finish(tmp_path / "run", *SMALL, "--actor-num-gpus-per-node", str(asked))
     assert code == 2
     assert f"asks for {asked} CPUs" in output and f"the cluster has {CPUS_OF_CLUSTER}" in output
