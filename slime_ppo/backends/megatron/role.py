@@ -65,9 +65,14 @@ class MegatronRole:
         self.shape = ModelShape.from_hf_folder(settings.model.hf_folder)
         self.num_outputs = self.shape.vocab_size if head == "language_model" else 1
         self.table = ConversionTable(self.shape, head)
-        model, aux_coeff = settings.model, settings.model.moe_aux_loss_coeff
+        aux_coeff = settings.model.moe_aux_loss_coeff
         config = transformer_config(
-            self.shape, settings.layout, dtype, model.transformer_impl, settings.execution, moe_aux_loss_coeff=aux_coeff
+            self.shape,
+            settings.layout,
+            dtype,
+            settings.model.transformer_impl,
+            settings.execution,
+            moe_aux_loss_coeff=aux_coeff,
         )
         self.load_balance = LoadBalance(config, settings.layout, aux_coeff) if aux_coeff > 0 else None
         models = build_chunks(
