@@ -6,7 +6,9 @@ Every engine keeps this contract (tests/contracts/test_rollout_engine.py):
 - the support comes with every result whose sampler is restricted (SEMANTICS 2);
 - the random numbers of a sample depend on its seed alone, never on the batch it was in (SEMANTICS 14);
 - after the weights part woke, `generate` raises RolloutError until a version was pushed; the same after a failed push;
-- `offload` returns when the memory is measurably free.
+- `offload` returns when the memory is measurably free;
+- an engine that loses what it runs on while it generates gives back, with finish ABORT, what it could not finish: no sample is
+  lost or doubled. It has no version then; `wake` of the weights part starts anew what has died, and the next push serves again.
 
 No torch: the driver checks requests and results with this module.
 """
@@ -60,7 +62,8 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self, parts: EnginePart) -> None:
-        """Allocate `parts` again. Weights are without a version until the next push; a part that is awake stays as it is."""
+        """Allocate `parts` again. Weights are without a version until the next push; a part that is awake stays as it is.
+        Servers that have died are started anew."""
         ...
 
     def offload(self, parts: EnginePart) -> None:
@@ -161,8 +164,22 @@ def _check_tokens(request: GenerateRequest, result: GenerateResult) -> None:
     bad = np.flatnonzero(~(np.isfinite(log_probs) & (log_probs <= LOG_PROB_ROUNDING)))
     if len(bad) > 0:
         raise RolloutError(f"{where} log-prob {log_probs[bad[0]]} at response token {bad[0]}, expected a finite number <= 0")
-    if result.weight_version < 0:
-        raise RolloutError(f"{where} weight version {result.weight_version}, expected the version of a push (0 or more)")
+    _check_versions(where, result)
+
+
+def _check_versions(where: str, result: GenerateResult) -> None:
+    """The spans cover the response in order, and each is of a version that was pushed."""
+    spans, num_tokens = result.weight_versions, len(result.response_ids)
+    ends = [0, *(span.end for span in spans)]
+    joined = all(span.start == end <= span.end for span, end in zip(spans, ends[:-1], strict=True))
+    if not spans or not joined or ends[-1] != num_tokens:
+        found = [(span.version, span.start, span.end) for span in spans]
+        raise RolloutError(
+            f"{where} weight versions (version, start, end) {found} for {num_tokens} response tokens, expected spans without gaps"
+        )
+    unknown = [span.version for span in spans if span.version < 0]
+    if unknown:
+        raise RolloutError(f"{where} weight version {unknown[0]}, expected the version of a push (0 or more)")
 
 
 def _check_finish(request: GenerateRequest, result: GenerateResult) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION, EnginePart, check_results
-from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams, one_version
 from tests.helpers.engine_harness import HARNESSES, EngineHarness, ReferenceModel, joint_support, make_requests
 from tests.helpers.tiny_llama import make_tiny_llama
 
@@ -208,7 +208,7 @@ def test_push_new_weights_are_the_ones_generated_with(harness: EngineHarness, fo
     (result,) = _generate(harness, [request])
     full = ReferenceModel(folders[1]).log_probs(request.prompt_ids, result.response_ids, temperature=FULL.temperature)
     np.testing.assert_allclose(result.log_probs, full[np.arange(len(full)), result.response_ids], atol=1e-4, rtol=0)
-    assert result.weight_version == VERSION + 1
+    assert result.weight_versions == one_version(VERSION + 1, len(result.response_ids))
     assert harness.engine.weight_version() == harness.engine.health().weight_version == VERSION + 1
 
 
@@ -259,7 +259,7 @@ def test_push_while_kv_cache_sleeps_succeeds(harness: EngineHarness) -> None:
     harness.engine.wake(EnginePart.WEIGHTS)
     assert harness.push(harness.folder, VERSION + 3) == VERSION + 3
     harness.engine.wake(EnginePart.KV_CACHE)
-    assert _generate(harness, make_requests(1, FULL))[0].weight_version == VERSION + 3
+    assert _generate(harness, make_requests(1, FULL))[0].weight_versions[0].version == VERSION + 3
 
 
 def test_push_to_offloaded_weights_raises(harness: EngineHarness) -> None:

@@ -20,7 +20,7 @@ from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support, one_version
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 
@@ -134,7 +134,7 @@ class ScriptedEngine:
             log_probs=np.full(len(ids), -0.5, np.float32),
             support=Support(np.array(ids, np.int32), np.ones(len(ids), np.int32)) if recorded else None,
             finish=finish,
-            weight_version=self.version,
+            weight_versions=one_version(self.version, len(ids)),
         )
 
     def abort(self) -> None: ...

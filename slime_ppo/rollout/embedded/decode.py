@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from slime_ppo.rollout.embedded.sampler import Draw, sampler_of
-from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Support
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Support, one_version
 
 NO_TOKEN = -1
 """Fills rows of the stop-token table; equals no token id."""
@@ -118,7 +118,7 @@ def _results(
             log_probs=log_probs[row, : lengths[row]],
             support=supports[row],
             finish=finishes[row],
-            weight_version=weight_version,
+            weight_versions=one_version(weight_version, lengths[row]),
         )
         for row, request in enumerate(requests)
     ]

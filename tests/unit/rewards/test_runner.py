@@ -15,7 +15,7 @@ import pytest
 from slime_ppo.errors import ConfigError, ParallelError, RewardError
 from slime_ppo.rewards.base import RewardSpec
 from slime_ppo.rewards.runner import RewardRunner, _Watch
-from slime_ppo.types.sample import FinishReason, Prompt, Sample
+from slime_ppo.types.sample import FinishReason, Prompt, Sample, one_version
 
 FUNCTIONS = "tests.helpers.reward_functions"
 
@@ -32,7 +32,7 @@ def sample(sample_id: int, wish: str = "-", response: str = "xx") -> Sample:
         support=None,
         loss_mask=np.ones(2, np.bool_),
         finish=FinishReason.STOP,
-        weight_version=0,
+        weight_versions=one_version(0, 2),
     )
 
 
@@ -288,7 +288,7 @@ def test_driver_killed_takes_a_busy_worker_along() -> None:
 import numpy as np
 from slime_ppo.rewards.base import RewardInput
 from slime_ppo.rewards.worker import score_batch
-from slime_ppo.types.sample import FinishReason
+from slime_ppo.types.sample import FinishReason, one_version
 runner.start()
 busy = RewardInput(0, "", "", None, {"wish": "sleep"}, FinishReason.STOP, np.ones(2, np.int32))
 task = runner._pool.schedule(score_batch, args=(runner._spec, [busy]))

@@ -9,7 +9,7 @@ import pytest
 
 from slime_ppo.errors import RolloutError
 from slime_ppo.rollout.engine import check_requests, check_results
-from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams, Support
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams, Support, VersionSpan, one_version
 
 SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(3,))
 REQUEST = GenerateRequest(sample_id=41, prompt_ids=np.array([5, 6], np.int32), seed=1, sampling=SAMPLING)
@@ -19,7 +19,7 @@ RESULT = GenerateResult(
     log_probs=np.array([-1.0, -2.0, -0.5], np.float32),
     support=None,
     finish=FinishReason.STOP,
-    weight_version=0,
+    weight_versions=one_version(0, 3),
 )
 TOP_K = replace(REQUEST, sampling=replace(SAMPLING, top_k=2))
 SUPPORT = Support(ids=np.array([7, 9, 8, 3, 4], np.int32), counts=np.array([2, 1, 2], np.int32))
@@ -71,7 +71,17 @@ def test_check_requests_bad_request_raises_naming_sample(request_: GenerateReque
     [
         (REQUEST, RESULT),
         (REQUEST, replace(RESULT, response_ids=_ids(7, 8, 9), finish=FinishReason.LENGTH)),
-        (REQUEST, replace(RESULT, response_ids=_ids(), log_probs=np.zeros(0, np.float32), finish=FinishReason.ABORT)),
+        (
+            REQUEST,
+            replace(
+                RESULT,
+                response_ids=_ids(),
+                log_probs=np.zeros(0, np.float32),
+                finish=FinishReason.ABORT,
+                weight_versions=one_version(0, 0),
+            ),
+        ),
+        (REQUEST, replace(RESULT, weight_versions=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)))),
         (TOP_K, replace(RESULT, support=SUPPORT)),
         (replace(TOP_K, sampling=replace(SAMPLING, top_k=2, temperature=0.0)), RESULT),
     ],
@@ -90,7 +100,13 @@ def test_check_results_good_result_passes(request_: GenerateRequest, result: Gen
         (replace(RESULT, log_probs=np.array([-1, np.nan, -1], np.float32)), "log-prob nan at response token 1"),
         (replace(RESULT, log_probs=np.array([-1, -1, -np.inf], np.float32)), "log-prob -inf at response token 2"),
         (replace(RESULT, log_probs=np.array([0.5, -1, -1], np.float32)), "log-prob 0.5 at response token 0"),
-        (replace(RESULT, weight_version=-1), "weight version -1"),
+        (replace(RESULT, weight_versions=one_version(-1, 3)), "weight version -1"),
+        (replace(RESULT, weight_versions=()), "weight versions .* \\[\\] for 3 response tokens"),
+        (
+            replace(RESULT, weight_versions=(VersionSpan(0, 0, 1), VersionSpan(1, 2, 3))),
+            "weight versions .* expected spans without gaps",
+        ),
+        (replace(RESULT, weight_versions=one_version(0, 2)), r"weight versions .* \[\(0, 0, 2\)\] for 3 response tokens"),
         (replace(RESULT, finish="stop?"), "finish 'stop\\?'"),
         (replace(RESULT, response_ids=_ids(7, 3, 8)), "tokens after the stop token 3 at response token 1 of 3"),
         (replace(RESULT, response_ids=_ids(7, 8, 9)), r"finish stop with last token \[9\]"),

@@ -13,7 +13,7 @@ from slime_ppo.tracking.rollout_metrics import (
     training_metrics,
 )
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import FinishReason, Prompt, Sample, Support
+from slime_ppo.types.sample import FinishReason, Prompt, Sample, Support, one_version
 from slime_ppo.types.stats import Stats, merge_stats
 
 
@@ -134,7 +134,7 @@ def sample(sample_id: int, *, length: int, reward: float, finish: FinishReason, 
         support=Support(ids, counts),
         loss_mask=np.full(length, trains),
         finish=finish,
-        weight_version=0,
+        weight_versions=one_version(0, 2),
         reward=reward,
     )
 

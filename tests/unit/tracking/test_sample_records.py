@@ -5,7 +5,7 @@ import pytest
 
 from slime_ppo.tracking.sample_records import heldout_records, training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import FinishReason, Prompt, Sample
+from slime_ppo.types.sample import FinishReason, Prompt, Sample, one_version
 
 
 def make_sample(sample_id: int, ids: list[int], finish: FinishReason, reward: float | None) -> Sample:
@@ -20,7 +20,7 @@ def make_sample(sample_id: int, ids: list[int], finish: FinishReason, reward: fl
         support=None,
         loss_mask=np.array([i != 9 for i in ids]),
         finish=finish,
-        weight_version=0,
+        weight_versions=one_version(0, 2),
         reward=reward,
     )
 

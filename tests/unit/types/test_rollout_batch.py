@@ -7,7 +7,7 @@ import pytest
 
 from slime_ppo.errors import DataError
 from slime_ppo.types.rollout_batch import COLUMNS, ColumnPart, RolloutBatch, filled
-from slime_ppo.types.sample import FinishReason, Prompt, Sample, Support
+from slime_ppo.types.sample import FinishReason, Prompt, Sample, Support, one_version
 
 
 def _sample(sample_id: int, prompt: list[int], response: list[int], **changes: object) -> Sample:
@@ -22,7 +22,7 @@ def _sample(sample_id: int, prompt: list[int], response: list[int], **changes: o
         "support": None,
         "loss_mask": np.array([i != 1 for i in range(len(response))]),
         "finish": FinishReason.STOP,
-        "weight_version": 0,
+        "weight_versions": one_version(0, len(response)),
         "reward": float(sample_id),
     }
     return Sample(**(values | changes))
