@@ -29,8 +29,9 @@ from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import check_bucket
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
-from slime_ppo.weight_sync.colocated import ColocatedSync, check_bucket
+from slime_ppo.weight_sync.tensor import TensorSync
 
 if TYPE_CHECKING:
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
@@ -225,7 +226,7 @@ class LocalLauncher:
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
+            sync=TensorSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
             check_alive=self._world.check_alive,
             side_by_side=None,
         )

@@ -27,8 +27,8 @@ from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import check_bucket
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
-from slime_ppo.weight_sync.colocated import check_bucket
 
 if TYPE_CHECKING:
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine

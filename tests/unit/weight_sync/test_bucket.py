@@ -115,7 +115,9 @@ def test_pack_bucket_wrong_tensor_raises_naming_both() -> None:
 )
 def test_unpack_bucket_wrong_array_raises_with_both_sizes(flat: np.ndarray, found: str) -> None:
     (bucket,) = plan_buckets(SPECS, 10_000)
-    with pytest.raises(WeightSyncError, match=rf"bucket 0 \(scalar to half\) arrived as {found}, expected uint8 \[{bucket.num_bytes}\]"):
+    with pytest.raises(
+        WeightSyncError, match=rf"bucket 0 \(scalar to half\) arrived as {found}, expected uint8 \[{bucket.num_bytes}\]"
+    ):
         list(unpack_bucket(bucket, flat))
 
 
