@@ -76,7 +76,9 @@ class BroadcastSource(WeightSource, Protocol):
 class FolderSource(WeightSource, Protocol):
     """A trainer that can write its weights as a Hugging Face folder."""
 
-    def save_hf(self, folder: str) -> None: ...
+    def publish_hf(self, folder: str) -> None:
+        """The folder appears whole or not at all; WeightSyncError when it can't be written, and the ranks go on."""
+        ...
 
 
 class WeightTarget(Protocol):
@@ -146,6 +148,12 @@ class PushCheck:
     def renew(self) -> None:
         """The next push is a first one again."""
         self._passed = False
+
+
+def check_first(problems: Sequence[str | None]) -> None:
+    """Raise WeightSyncError when the first rank, which deals with the engine, reports a problem."""
+    if problems[0] is not None:
+        raise WeightSyncError(problems[0])
 
 
 def finish_push(target: WeightTarget, version: int) -> int:

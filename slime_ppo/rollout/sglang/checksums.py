@@ -20,6 +20,7 @@ from slime_ppo.rollout.sglang.tensor_hash import tensor_hash
 from slime_ppo.weight_sync.bucket import ITEM_BYTES, Bucket
 
 _VOCAB_MULTIPLE = 64
+_CPU_FFN_MULTIPLE = 32
 _SHOWN = 10
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _DENSE = re.compile(r"(?P<module>.+\.)(?P<part>q|k|v|gate|up)_proj\.(?P<kind>weight|bias)")
@@ -43,8 +44,16 @@ class ExpectedChecksums:
     """The hashes of every rank of a server with `tp_size` ranks; buckets of a push are added in any order."""
 
     def __init__(self, shape: ModelShape, *, tp_size: int, device: Literal["cpu", "cuda"]) -> None:
+        """Raises WeightSyncError for what a server on a CPU fills up with heads of its own making."""
+        if device == "cpu" and (shape.num_attention_heads % tp_size or shape.num_query_groups % tp_size):
+            raise WeightSyncError(
+                f"a server on a CPU with {tp_size} ranks adds heads to a model of {shape.num_attention_heads} heads and "
+                f"{shape.num_query_groups} key-value heads, which the check of a push does not reproduce: choose another "
+                "--rollout-num-gpus-per-engine, or --check-weight-update-equal never"
+            )
         self._shape = shape
         self._tp_size = tp_size
+        self._ffn_multiple = _CPU_FFN_MULTIPLE * tp_size if device == "cpu" else 1
         self._hash = tensor_hash(device)
         self._waiting: dict[str, dict[int, np.ndarray]] = {}
         self.ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
@@ -80,9 +89,12 @@ class ExpectedChecksums:
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return _Place(name, 0, 1, self._vocab)
         if (found := _DENSE.fullmatch(name)) is not None:
-            fused, parts, shard = ("qkv", "qkv", self._qkv) if found["part"] in "qkv" else ("gate_up", ("gate", "up"), self._rows)
+            fused, parts, shard = (
+                ("qkv", "qkv", self._qkv) if found["part"] in "qkv" else ("gate_up", ("gate", "up"), self._gate_up)
+            )
             return _Place(f"{found['module']}{fused}_proj.{found['kind']}", parts.index(found["part"]), len(parts), shard)
-        return _Place(name, 0, 1, self._columns if name.endswith(("o_proj.weight", "down_proj.weight")) else _whole)
+        shard = self._down if name.endswith(".down_proj.weight") else self._out if name.endswith(".o_proj.weight") else _whole
+        return _Place(name, 0, 1, shard)
 
     def _expert_place(self, experts: str, expert: int, part: str) -> _Place:
         num_experts = self._shape.num_experts
@@ -90,10 +102,17 @@ class ExpectedChecksums:
             return _Place(f"{experts}.w2_weight", expert, num_experts, self._down_experts)
         return _Place(f"{experts}.w13_weight", 2 * expert + (part == "up"), 2 * num_experts, self._up_experts)
 
-    def _rows(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
-        return np.concatenate([np.split(part, self._tp_size)[rank] for part in parts])
+    def _gate_up(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
+        return np.concatenate([self._ffn_shard(part, 0, rank) for part in parts])
 
-    def _columns(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
+    def _down(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
+        return self._ffn_shard(parts[0], 1, rank)
+
+    def _ffn_shard(self, part: np.ndarray, axis: int, rank: int) -> np.ndarray:
+        """A server on a CPU fills the feed-forward size with zeros up to a multiple of 32 per rank."""
+        return np.split(_padded(part, axis, self._ffn_multiple), self._tp_size, axis=axis)[rank]
+
+    def _out(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
         return np.split(parts[0], self._tp_size, axis=1)[rank]
 
     def _qkv(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
@@ -108,14 +127,20 @@ class ExpectedChecksums:
         multiple = _VOCAB_MULTIPLE
         if (-(-len(parts[0]) // multiple) * multiple) % self._tp_size:
             multiple *= self._tp_size
-        padded = np.pad(parts[0], ((0, -len(parts[0]) % multiple), (0, 0)))
-        return np.split(padded, self._tp_size)[rank]
+        return np.split(_padded(parts[0], 0, multiple), self._tp_size)[rank]
 
     def _up_experts(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
-        return np.stack([self._rows(parts[at : at + 2], rank) for at in range(0, len(parts), 2)])
+        return np.stack([self._gate_up(parts[at : at + 2], rank) for at in range(0, len(parts), 2)])
 
     def _down_experts(self, parts: Sequence[np.ndarray], rank: int) -> np.ndarray:
-        return np.stack([self._columns([part], rank) for part in parts])
+        return np.stack([self._down([part], rank) for part in parts])
+
+
+def _padded(array: np.ndarray, axis: int, multiple: int) -> np.ndarray:
+    missing = -array.shape[axis] % multiple
+    if not missing:
+        return array
+    return np.pad(array, [(0, missing if at == axis else 0) for at in range(array.ndim)])
 
 
 def _whole(parts: Sequence[np.ndarray], rank: int) -> np.ndarray:

@@ -251,8 +251,8 @@ class ServerUpdates:
         for address, answer in zip(self._fleet.addresses(), answers, strict=True):
             if answer["weight_version"] != str(update.version):
                 raise WeightSyncError(
-                    f"version {update.version} was pushed, {address.url} reports {answer['weight_version']!r}: it was started anew, "
-                    "or another program pushes to it"
+                    f"version {update.version} was pushed, {address.url} reports {answer['weight_version']!r}: it was "
+                    "started anew, or another program pushes to it"
                 )
         if self.incarnation() != update.incarnation:
             raise WeightSyncError("a server was started anew during the push: push again")
