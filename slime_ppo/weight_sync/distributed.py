@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from slime_ppo.errors import SlimePpoError, WeightSyncError
 from slime_ppo.weight_sync.base import BroadcastSource, BroadcastTarget, CheckMode, Meeting, PushCheck, finish_push
