@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from slime_ppo.errors import WeightSyncError
 from slime_ppo.weight_sync.base import CheckMode, FolderSource, FolderTarget, PushCheck, finish_push
 from slime_ppo.weight_sync.bucket import plan_buckets
 
@@ -29,7 +30,7 @@ class DiskSync:
     def push(self, version: int) -> int:
         target, folder = self._target, self._folder / f"version_{version}"
         target.begin_update(self._manifest, version, bucket_bytes=self._bucket_bytes)
-        self._source.publish_hf(str(folder))
+        self._write(folder)
         target.load_folder(str(folder))
         if self._check.is_due:
             for bucket in self._buckets:
@@ -47,3 +48,12 @@ class DiskSync:
             shutil.rmtree(self._served, ignore_errors=True)
             self._served = None
         self._check.renew()
+
+    def _write(self, folder: Path) -> None:
+        try:
+            self._source.publish_hf(str(folder))
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"the weights could not be written to {folder} (--weight-sync-folder), which needs room for two copies of the model: "
+                f"{error}"
+            ) from error

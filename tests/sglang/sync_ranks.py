@@ -1,14 +1,17 @@
 """What the tests of weight sync run on the ranks of the pool: Megatron ranks commanded by rank 0, as in a run without Ray."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from slime_ppo.backends.megatron.device import prepare_megatron
@@ -26,10 +29,10 @@ from slime_ppo.orchestration.local import LocalRanks, LocalTrainGroup  # noqa: E
 from slime_ppo.orchestration.local_ranks import LocalRank, RankChannel  # noqa: E402
 from slime_ppo.orchestration.local_world import LocalWorld, RankStart  # noqa: E402
 from slime_ppo.parallel.worker_settings import STANDING_GROUP  # noqa: E402
-from slime_ppo.rollout.engine import EnginePart  # noqa: E402
+from slime_ppo.rollout.engine import NO_VERSION, EnginePart  # noqa: E402
 from slime_ppo.rollout.sglang.updates import ServerUpdates, UpdateSettings  # noqa: E402
-from slime_ppo.weight_sync.base import Meeting  # noqa: E402
-from slime_ppo.weight_sync.bucket import Bucket, TensorSpec  # noqa: E402
+from slime_ppo.weight_sync.base import Meeting, WeightSync  # noqa: E402
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, plan_buckets  # noqa: E402
 from slime_ppo.weight_sync.disk import DiskSync  # noqa: E402
 from slime_ppo.weight_sync.distributed import DistributedSync  # noqa: E402
 from slime_ppo.weight_sync.folder import served_tensors  # noqa: E402
@@ -52,13 +55,12 @@ class TestedRank(LocalRank):
 
 
 class Target:
-    """ServerUpdates as an engine offers them to a sync, and what a test does to the servers in the middle of a push."""
+    """ServerUpdates as an engine offers them to a sync."""
 
     def __init__(self, addresses: Sequence[Address], folder: str, *, timeout_s: float) -> None:
         self.fleet = HttpFleet(addresses)
         settings = UpdateSettings(served_tensors(folder, "float32"), ModelShape.from_hf_folder(folder), "cpu", timeout_s)
         self.updates = ServerUpdates(self.fleet, settings)
-        self.before_receive: Callable[[], None] = lambda: None
 
     def begin_update(self, manifest: tuple[TensorSpec, ...], version: int, *, bucket_bytes: int) -> None:
         self.updates.begin(manifest, version, bucket_bytes=bucket_bytes, pause_mode="retract")
@@ -67,7 +69,6 @@ class Target:
         self.updates.load_bucket(index, flat)
 
     def receive_bucket(self, index: int) -> None:
-        self.before_receive()
         self.updates.receive_bucket(index)
 
     def load_folder(self, folder: str) -> None:
@@ -117,7 +118,6 @@ class Driver:
     ranks: LocalRanks
     actor: LocalTrainGroup
     target: Target
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def scale(self, factor: float) -> None:
         self.ranks.call("test", "scale_weights", factor)
@@ -151,40 +151,110 @@ def run(setup: Setup, scenario: str, **arguments: Any) -> Any:
 
 
 def _paths_agree(driver: Driver) -> dict[str, Checksums]:
-    """Checksums of the servers after pushes by every path; each push is checked against our own."""
-    actor, target = driver.actor, driver.target
-    found = {"start": target.checksums()}
-    broadcast = DistributedSync(actor, target, bucket_bytes=BUCKET_BYTES, check="always")
-    broadcast.connect()
-    assert broadcast.push(0) == 0
-    found["broadcast"] = target.checksums()
-    folder = os.path.join(driver.setup.scratch, "exported")
-    driver.scale(1.25)
-    actor.save_hf(folder)
-    assert broadcast.push(1) == 1
-    found["broadcast, scaled"] = target.checksums()
-    driver.scale(0.8)  # back, without a rounding error in most numbers only
-    assert broadcast.push(2) == 2
-    broadcast.close()
-    target.fleet.post("/update_weights_from_disk", [{"model_path": folder}] * len(target.fleet.current), timeout_s=60)
-    found["the scaled folder"] = target.checksums()
-    driver.scale(1.25)
-    disk = DiskSync(actor, target, folder=os.path.join(driver.setup.scratch, "sync"), bucket_bytes=BUCKET_BYTES, check="always")
-    disk.connect()
-    for version in (3, 4):
-        assert disk.push(version) == version
-        assert os.listdir(os.path.join(driver.setup.scratch, "sync")) == [f"version_{version}"]
-    found["disk, scaled"] = target.checksums()
-    disk.close()
-    tensor = TensorSync(actor, target, bucket_bytes=BUCKET_BYTES, check="always")
-    tensor.connect()
+    """Checksums of the servers after pushes by every path, each of which is checked against our own; weights are those of the
+    folder, or doubled (which loses no bit)."""
+    actor, target, scratch = driver.actor, driver.target, driver.setup.scratch
+    exported, versions = os.path.join(scratch, "exported"), os.path.join(scratch, "versions")
+    syncs = {
+        "broadcast": DistributedSync(actor, target, bucket_bytes=BUCKET_BYTES, check="always"),
+        "folder": DiskSync(actor, target, folder=versions, bucket_bytes=BUCKET_BYTES, check="always"),
+        "bytes": TensorSync(actor, target, bucket_bytes=BUCKET_BYTES, check="always"),
+    }
+    found, pushed = {"start": target.checksums()}, count()
+    for name, sync in syncs.items():
+        sync.connect()
+        for weights, factor in (("once", 1.0), ("doubled", 2.0), ("back", 0.5)):
+            driver.scale(factor)
+            if (name, weights) == ("broadcast", "doubled"):
+                actor.save_hf(exported)
+            version = next(pushed)
+            assert sync.push(version) == version
+            found[f"{name}, {weights}"] = target.checksums()
+            assert name != "folder" or os.listdir(versions) == [f"version_{version}"]
+        sync.close()
+    target.fleet.post("/update_weights_from_disk", [{"model_path": exported}] * len(target.fleet.current), timeout_s=60)
+    return found | {"the exported folder, doubled": target.checksums()}
+
+
+class FaultySource:
+    """The actor, to which something happens between a request to the servers and its broadcast."""
+
+    def __init__(self, actor: LocalTrainGroup) -> None:
+        self._actor = actor
+        self.before_broadcast: Callable[[], None] | None = None
+
+    def broadcast_bucket(self, bucket: Bucket) -> None:
+        if self.before_broadcast is not None and bucket.index == 1:
+            time.sleep(0.3)  # the servers have been asked to receive, and wait
+            self.before_broadcast()
+        self._actor.broadcast_bucket(bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor, name)
+
+
+def _faults(driver: Driver, group_pid: int, scheduler_pid: int) -> dict[str, Any]:
+    """What a push says when a server hangs or dies in its middle, and how it goes on; `restarted` in the scratch folder is written
+    by the test, with the address of the new server."""
+    source, target = FaultySource(driver.actor), driver.target
+    sync = DistributedSync(source, target, bucket_bytes=BUCKET_BYTES)
+    sync.connect()
+    told: dict[str, Any] = {"versions": [sync.push(0)]}
+    source.before_broadcast = partial(os.kill, scheduler_pid, signal.SIGSTOP)
+    told["hung"] = _failed_push(driver, sync, 1)
+    source.before_broadcast = None
+    os.kill(scheduler_pid, signal.SIGCONT)
+    told["versions"].append(sync.push(2))
+    source.before_broadcast = partial(os.killpg, group_pid, signal.SIGKILL)
+    told["killed"] = _failed_push(driver, sync, 3)
+    source.before_broadcast = None
+    told["still dead"] = _failed_push(driver, sync, 4)
+    target.fleet.current = [_restarted(driver)]
     driver.scale(2.0)
-    assert tensor.push(5) == 5
-    found["tensor, doubled"] = target.checksums()
-    driver.scale(0.5)
-    assert tensor.push(6) == 6
-    found["tensor, scaled"] = target.checksums()
-    return found
+    told["versions"].append(sync.push(5))
+    sync.close()
+    return told | {"disk": _full_disk(driver)}
 
 
-SCENARIOS: Mapping[str, Callable[..., Any]] = {"paths_agree": _paths_agree}
+def _failed_push(driver: Driver, sync: WeightSync, version: int) -> tuple[str, float]:
+    """What was raised, and after how many seconds. The engine has no version then, and all ranks of the trainer go on."""
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError) as failure:
+        sync.push(version)
+    seconds = time.monotonic() - began
+    assert driver.target.updates.version == NO_VERSION
+    bucket = plan_buckets(driver.actor.manifest(), BUCKET_BYTES)[0]
+    assert len(driver.actor.export_bucket(bucket)) == bucket.num_bytes
+    return str(failure.value), seconds
+
+
+def _restarted(driver: Driver) -> Address:
+    Path(driver.setup.scratch, "killed").touch()
+    word = Path(driver.setup.scratch, "restarted")
+    deadline = time.monotonic() + 300
+    while not word.exists():
+        assert time.monotonic() < deadline, "no new server"
+        time.sleep(0.1)
+    return replace(driver.setup.addresses[0], url=word.read_text(), incarnation=2)
+
+
+def _full_disk(driver: Driver) -> dict[str, Any]:
+    """A push into a folder without room, and the next, after room was made."""
+    folder = os.path.join(driver.setup.scratch, "versions")
+    sync = DiskSync(driver.actor, driver.target, folder=folder, bucket_bytes=BUCKET_BYTES)
+    sync.connect()
+    told: dict[str, Any] = {"versions": [sync.push(6)]}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BUCKET_BYTES // 2, before[1]))  # a longer file is refused as by a full disk
+    try:
+        told["full"], _ = _failed_push(driver, sync, 7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told["left"] = os.listdir(folder)
+    told["versions"].append(sync.push(8))
+    sync.close()
+    return told
+
+
+SCENARIOS: Mapping[str, Callable[..., Any]] = {"paths_agree": _paths_agree, "faults": _faults}
