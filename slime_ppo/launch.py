@@ -16,6 +16,7 @@ from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
+from slime_ppo.orchestration.engine_settings import check_sglang
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
@@ -107,6 +108,7 @@ def read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
 def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     shapes = preflight(config)
     check_engine_support(config, returns_support=returns_support)
+    check_sglang(config)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     heldout: tuple[Prompt, ...] = ()
     num_heldout_dropped = 0

@@ -197,7 +197,8 @@ def test_bucket_twice_or_of_another_plan_is_refused(updates: ServerUpdates, serv
 
 
 @pytest.mark.parametrize(
-    "path", ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation"]
+    "path",
+    ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation"],
 )
 def test_server_that_refuses_any_step_leaves_no_version_until_a_whole_push(
     updates: ServerUpdates, servers: Servers, path: str
