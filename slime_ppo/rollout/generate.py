@@ -63,6 +63,7 @@ class SampleBuilder:
             finish=result.finish,
             weight_versions=result.weight_versions,
             num_cached_tokens=result.num_cached_tokens,
+            full_log_probs=result.full_log_probs,
         )
 
     def _check_supports(self, results: Sequence[GenerateResult]) -> None:

@@ -79,7 +79,9 @@ def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
     if "ess_n" in found:
         rho_sum, rho_square_sum, count = (found.pop(name) for name in ("ess_rho", "ess_rho2", "ess_n"))
         if count:
-            found["ess"] = Mismatch(num_tokens=round(count), rho_sum=rho_sum, rho_square_sum=rho_square_sum).ess
+            mismatch = Mismatch(num_tokens=round(count), rho_sum=rho_sum, rho_square_sum=rho_square_sum)
+            found["ess"] = mismatch.ess
+            metrics["train/rollout_ratio_mean"] = mismatch.ratio_mean
     return prefixed("rollout", found) | metrics
 
 

@@ -197,6 +197,7 @@ def test_stage_metrics_mismatch_of_two_ranks_is_that_of_all_tokens() -> None:
             "rollout/logprob_gap_mean": 0.25,
             "train/train_rollout_logprob_abs_diff": 0.25,
             "rollout/mismatch_k3": 0.5,
+            "train/rollout_ratio_mean": 4 / 3,
             "rollout/ess": 16 / 30,  # (1 + 3 + 0)^2 / (3 * (1 + 9 + 0))
             "rollout/rejected_samples": 3.0,
         },
