@@ -20,6 +20,7 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.source import DataSource
 from slime_ppo.errors import NumericsError, RewardError
+from slime_ppo.evaluation import Evaluation
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.parallel.cp_map import CpMap
@@ -34,13 +35,15 @@ from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
     is_early_stopped,
     is_skipped,
+    pass_metrics,
+    sample_metrics,
     stage_metrics,
     step_records,
     training_metrics,
 )
-from slime_ppo.tracking.sample_records import heldout_records, training_records
+from slime_ppo.tracking.sample_records import training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import Prompt, Sample, SamplingParams
+from slime_ppo.types.sample import Sample, SamplingParams
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
 from slime_ppo.weight_sync.base import WeightSync
@@ -50,8 +53,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the loop is made of. `critic` is None when the advantage estimator needs none. `heldout` prompts are answered
-    greedily for evaluation; `check_alive` raises when a process of the run has died, for waits that would not notice;
+    """What the loop is made of. `critic` is None when the advantage estimator needs none. `evaluation` has
+    no data sets where none is wanted; `check_alive` raises when a process of the run has died, for waits that would not notice;
     `side_by_side` is None where the roles share devices."""
 
     actor: TrainGroup
@@ -61,7 +64,7 @@ class TrainerParts:
     samples: SampleBuilder
     rewards: RewardRunner
     prompts: DataSource
-    heldout: Sequence[Prompt]
+    evaluation: Evaluation
     tracker: Tracker
     clock: RunClock
     check_alive: Callable[[], None]
@@ -114,10 +117,11 @@ class PpoTrainer:
         actor_steps, critic_steps = self.train(handle, plan, trains_actor=trains_actor)
         self.version += any(not is_skipped(step) for step in actor_steps)
 
-        if rollout_id == self.config.run.num_rollout - 1 and parts.heldout:
+        if rollout_id == self.config.run.num_rollout - 1 and parts.evaluation.data_sets:
             self.push_weights()
             metrics |= self.evaluate(rollout_id)
-        metrics |= batch_metrics(batch) | stage_metrics(log_prob_stats, advantage_stats)
+        metrics |= batch_metrics(batch) | sample_metrics(samples) | self._pass_metrics(batch)
+        metrics |= stage_metrics(log_prob_stats, advantage_stats)
         metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.kl.beta}
         metrics["rollout/num_dropped"] = float(self.config.samples_per_rollout - len(samples))
         metrics["train/num_dropped"] = float(plan.num_dropped)
@@ -146,12 +150,20 @@ class PpoTrainer:
     def collect(self, rollout_id: int) -> list[Sample]:
         """The rollout's samples with their rewards; bad ones are an error or left out (--on-bad-sample)."""
         rollout, clock = self.config.rollout, self.parts.clock
+        sampling = SamplingParams(
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.sampler_top_k,
+            min_p=rollout.rollout_min_p,
+            stop_token_ids=tuple(self.parts.samples.tokenizer.eos_ids),
+        )
         prompts = self.parts.prompts.next_prompts(rollout.rollout_batch_size)
         with clock.phase("generate"):
             answered = self.parts.samples.generate(
                 rollout_id,
                 prompts,
-                self._sampling(rollout.rollout_temperature, rollout.rollout_max_response_len),
+                sampling,
                 n_samples_per_prompt=rollout.n_samples_per_prompt,
                 purpose="rollout",
             )
@@ -183,25 +195,9 @@ class PpoTrainer:
         return steps["actor"], steps["critic"]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Mean reward of greedy answers to the held-out prompts; the answers go to the report."""
+        """Answers to the held-out prompts by the engine's present weights, as metrics; some of the answers go to the report."""
         with self.parts.clock.phase("evaluate"):
-            answered = self.parts.samples.generate(
-                rollout_id,
-                self.parts.heldout,
-                self._sampling(0.0, self.config.eval_max_response_len),
-                n_samples_per_prompt=1,
-                purpose="eval",
-            )
-            scored = self.parts.rewards.score(without_aborted(answered, self.version), check=self.parts.check_alive).samples
-        tokenizer = self.parts.samples.tokenizer
-        logged = scored[: self.config.tracking.num_logged_samples]
-        self.parts.tracker.log_table(rollout_id, heldout_records(rollout_id, logged, tokenizer.token_strings))
-        if not scored:
-            return {}
-        return {
-            "eval/heldout_reward": sum(float(s.reward or 0.0) for s in scored) / len(scored),
-            "eval/heldout_response_len": sum(len(s.response_ids) for s in scored) / len(scored),
-        }
+            return self.parts.evaluation.run(rollout_id, self.version)
 
     def _plan(self, batch: RolloutBatch) -> StepPlan:
         """Who trains in which step; samples without a trainable token are in none. When no step is left (nothing trainable, or
@@ -257,21 +253,14 @@ class PpoTrainer:
             for step in plan.steps
         ]
 
-    def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
-        rollout, tokenizer = self.config.rollout, self.parts.samples.tokenizer
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.sampler_top_k,
-            min_p=rollout.rollout_min_p,
-            stop_token_ids=tuple(tokenizer.eos_ids),
-        )
-
     def _evaluation_due(self, rollout_id: int) -> bool:
         """Before a rollout whose number is a multiple of the interval; the last rollout is evaluated after its updates."""
         last = rollout_id == self.config.run.num_rollout - 1
-        return bool(self.parts.heldout) and not last and rollout_id % self.config.eval.eval_interval == 0
+        return bool(self.parts.evaluation.data_sets) and not last and rollout_id % self.config.eval.eval_interval == 0
+
+    def _pass_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        copies, threshold = self.config.rollout.n_samples_per_prompt, self.config.reward.pass_threshold
+        return pass_metrics(batch, n_samples_per_prompt=copies, threshold=threshold)
 
     def _check_process_rewards(self, samples: Sequence[Sample]) -> None:
         """Refuse process rewards that the advantage estimator would not read."""

@@ -176,7 +176,9 @@ def _check_full_log_probs(where: str, result: GenerateResult) -> None:
     if result.support is None:
         raise RolloutError(f"{where} log-probs over the full vocabulary twice: the sampler is not restricted")
     if full.shape != result.log_probs.shape:
-        raise RolloutError(f"{where} {list(full.shape)} log-probs over the full vocabulary, expected {list(result.log_probs.shape)}")
+        raise RolloutError(
+            f"{where} {list(full.shape)} log-probs over the full vocabulary, expected {list(result.log_probs.shape)}"
+        )
     bad = np.flatnonzero(~(np.isfinite(full) & (full <= result.log_probs + LOG_PROB_ROUNDING)))
     if len(bad) > 0:
         raise RolloutError(

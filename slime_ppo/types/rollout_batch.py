@@ -204,8 +204,8 @@ class RolloutBatch:
 
     @staticmethod
     def from_samples(rollout_id: int, samples: Sequence[Sample]) -> "RolloutBatch":
-        """Pack samples whose rewards are known. All of them, or none, must have a support, and the same for full log-probs; process rewards of samples
-        without any are 0.
+        """Pack samples whose rewards are known. All of them, or none, must have a support, and the same for log-probs
+        over the full vocabulary; process rewards of samples without any are 0.
 
         Raises DataError that names the sample: aborted, no tokens, columns of another length than its response, a reward that
         is missing or not finite in float32, a reward, group or finish other than those of the same trajectory, a process reward
@@ -244,8 +244,8 @@ def _all_or_none(rollout_id: int, samples: Sequence[Sample], have: Sequence[bool
     """Whether all of them have it. Raises DataError naming the first without, when only some have."""
     if any(have) and not all(have):
         raise DataError(
-            f"sample {samples[have.index(False)].sample_id} of rollout {rollout_id} has no {what} while others have: the engine must "
-            "return it for every sample"
+            f"sample {samples[have.index(False)].sample_id} of rollout {rollout_id} has no {what} while others have: the engine "
+            "must return it for every sample"
         )
     return any(have)
 

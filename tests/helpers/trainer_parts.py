@@ -11,6 +11,7 @@ import numpy as np
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
+from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
@@ -248,10 +249,11 @@ class NumberTokenizer:
 
 @dataclass
 class Parts:
-    """The recording parts by name, and `trainer_parts` for the loop. Nobody asks the critic when the estimator needs none."""
+    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each. Nobody asks the
+    critic when the estimator needs none."""
 
     config: Config
-    num_heldout: int = 0
+    eval_sets: Mapping[str, int] = field(default_factory=dict)
     journal: Journal = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -267,22 +269,30 @@ class Parts:
         tenants = {"actor": self.actor, "rollout": RolloutTenant(self.journal)} | ({"critic": self.critic} if has_critic else {})
         tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
+        samples = SampleBuilder(
+            engine=self.engine,
+            tokenizer=tokenizer,
+            run_seed=self.config.run.seed,
+            vocab_size=100,
+            mask_truncated=self.config.ppo.truncation_policy == "mask",
+        )
         prompts: Any = self.prompts
         return TrainerParts(
             actor=self.actor,
             critic=self.critic if has_critic else None,
             turns=DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add),
             sync=RecordingSync(self.journal, self.engine),
-            samples=SampleBuilder(
-                engine=self.engine,
-                tokenizer=tokenizer,
-                run_seed=self.config.run.seed,
-                vocab_size=100,
-                mask_truncated=self.config.ppo.truncation_policy == "mask",
-            ),
+            samples=samples,
             rewards=rewards,
             prompts=prompts,
-            heldout=[make_prompt(1000 + index) for index in range(self.num_heldout)],
+            evaluation=Evaluation.of(
+                self.config,
+                [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
+                samples=samples,
+                rewards=rewards,
+                tracker=self.tracker,
+                check_alive=lambda: None,
+            ),
             tracker=self.tracker,
             clock=clock,
             check_alive=lambda: None,
