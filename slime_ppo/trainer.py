@@ -12,6 +12,7 @@ are awake, and the critic's value updates run beside the actor's policy updates.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder, without_aborted
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
+from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
 from slime_ppo.tracking.phrases import common_phrases
 from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
@@ -105,7 +107,7 @@ class PpoTrainer:
         parts.turns.take("actor")
         with clock.phase("log-probs"):
             handle, log_prob_stats = parts.actor.compute_log_probs(parts.actor.put(batch))
-        self._check_gap(log_prob_stats)
+        self._check_gap(log_prob_stats, samples, handle)
 
         if parts.critic is None:
             with clock.phase("advantages"):
@@ -150,20 +152,12 @@ class PpoTrainer:
     def collect(self, rollout_id: int) -> list[Sample]:
         """The rollout's samples with their rewards; bad ones are an error or left out (--on-bad-sample)."""
         rollout, clock = self.config.rollout, self.parts.clock
-        sampling = SamplingParams(
-            max_new_tokens=rollout.rollout_max_response_len,
-            temperature=rollout.rollout_temperature,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.sampler_top_k,
-            min_p=rollout.rollout_min_p,
-            stop_token_ids=tuple(self.parts.samples.tokenizer.eos_ids),
-        )
         prompts = self.parts.prompts.next_prompts(rollout.rollout_batch_size)
         with clock.phase("generate"):
             answered = self.parts.samples.generate(
                 rollout_id,
                 prompts,
-                sampling,
+                self._sampling(),
                 n_samples_per_prompt=rollout.n_samples_per_prompt,
                 purpose="rollout",
             )
@@ -253,6 +247,18 @@ class PpoTrainer:
             for step in plan.steps
         ]
 
+    def _sampling(self) -> SamplingParams:
+        """The rollouts' sampler; evaluation has its own."""
+        rollout = self.config.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.sampler_top_k,
+            min_p=rollout.rollout_min_p,
+            stop_token_ids=tuple(self.parts.samples.tokenizer.eos_ids),
+        )
+
     def _evaluation_due(self, rollout_id: int) -> bool:
         """Before a rollout whose number is a multiple of the interval; the last rollout is evaluated after its updates."""
         last = rollout_id == self.config.run.num_rollout - 1
@@ -274,17 +280,18 @@ class PpoTrainer:
                     "would be lost. Use gae or reinforce_plus_plus, or return no process rewards"
                 )
 
-    def _check_gap(self, stats: Stats) -> None:
-        """Stop when engine and trainer no longer agree on the tokens' log-probs (--max-logprob-gap)."""
+    def _check_gap(self, stats: Stats, samples: Sequence[Sample], handle: BatchHandle) -> None:
+        """Stop when engine and trainer no longer agree on the tokens' log-probs, over the support or over the full vocabulary
+        (--max-logprob-gap), and leave the worst tokens in a file."""
         limit = self.config.rollout.max_logprob_gap
-        if "logprob_gap_max" not in stats.maxima:
-            return
-        gap = stats.maxima["logprob_gap_max"]
-        if 0 < limit < gap:
+        measured = [stats.maxima[name] for name in ("logprob_gap_max", "logprob_gap_full_max") if name in stats.maxima]
+        if measured and 0 < limit < max(measured):
+            tokens = worst_tokens(samples, self.parts.actor.fetch(handle), self.parts.samples.tokenizer.token_strings)
+            dumped = dump_tokens(Path(self.config.run.save) / "logs" / "logprob_gap.jsonl", tokens)
             raise NumericsError(
-                f"engine and trainer differ by {gap:.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: the "
-                "engine generates with other weights, another temperature or another support than the trainer believes. With "
-                "--dtype bfloat16 rounding alone gives a few hundredths: raise the limit, or 0 turns it off"
+                f"engine and trainer differ by {max(measured):.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: "
+                "the engine generates with other weights, another temperature or another support than the trainer believes. "
+                f"{dumped}. With --dtype bfloat16 rounding alone gives a few hundredths: raise the limit, or 0 turns it off"
             )
 
     def _warn_of_value_clip(self, metrics: Mapping[str, float]) -> None:

@@ -41,12 +41,14 @@ def step_stats(*, skipped: bool = False, early_stopped: bool = False, **means: f
 
 
 class RecordingRole:
-    """A TrainGroup. `outcomes(rollout_id, step)` is what each step reports; the rest is kept for the test to look at."""
+    """A TrainGroup. `outcomes(rollout_id, step)` is what each step reports, `columns` what the ranks have made; the rest is kept
+    for the test to look at."""
 
     def __init__(self, name: str, journal: Journal) -> None:
         self.name, self.journal = name, journal
         self.outcomes: Callable[[int, int], Stats] = lambda rollout_id, step: step_stats()
         self.log_prob_stats, self.advantage_stats = Stats(), Stats()
+        self.columns: Mapping[str, np.ndarray] = {}
         self.batches: list[RolloutBatch] = []
         self.plans: list[StepPlan] = []
         self.rates: list[list[float]] = []
@@ -67,7 +69,7 @@ class RecordingRole:
 
     def fetch(self, handle: BatchHandle) -> RolloutBatch:
         assert isinstance(handle.batch, RolloutBatch)
-        return handle.batch
+        return handle.batch.with_columns(**self.columns)
 
     def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
         self.journal.append(f"{self.name} log-probs")
