@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
+from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
 from slime_ppo.orchestration.engine_settings import check_sglang
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
@@ -29,7 +31,6 @@ from slime_ppo.tracking.base import RunInfo, Tracker
 from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
-from slime_ppo.types.sample import Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +42,13 @@ _LEXICON_NOTE = (
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read and checked before any device is used."""
+    """What is read and checked before any device is used. `num_dropped`: prompts left out, by the path of their file."""
 
     tokenizer: TextTokenizer
     vocab_size: int
     prompts: JsonlDataSource
-    heldout: tuple[Prompt, ...]
-    num_dropped: int
-    num_heldout_dropped: int
+    eval_sets: tuple[EvalSet, ...]
+    num_dropped: Mapping[str, int]
     rewards: RewardRunner
     tracker: Tracker
 
@@ -110,20 +110,19 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     check_engine_support(config, returns_support=returns_support)
     check_sglang(config)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    heldout: tuple[Prompt, ...] = ()
-    num_heldout_dropped = 0
-    if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
-        heldout_source = _read_prompts(config, tokenizer, config.eval.eval_prompt_data, origin="--eval-prompt-data")
-        heldout, num_heldout_dropped = heldout_source.prompts, heldout_source.num_dropped
+    paths = config.eval.data_sets if config.eval.eval_interval > 0 else {}
+    eval_sources = {name: _read_prompts(config, tokenizer, path, origin="--eval-prompt-data") for name, path in paths.items()}
     reward = config.reward
     prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
     return RunInputs(
         tokenizer=tokenizer,
         vocab_size=shapes.actor.vocab_size,
         prompts=prompts,
-        heldout=heldout,
-        num_dropped=prompts.num_dropped,
-        num_heldout_dropped=num_heldout_dropped,
+        eval_sets=tuple(EvalSet(name, source.prompts) for name, source in eval_sources.items()),
+        num_dropped={
+            config.data.prompt_data: prompts.num_dropped,
+            **{paths[name]: source.num_dropped for name, source in eval_sources.items()},
+        },
         rewards=RewardRunner(
             resolve_reward(reward.rm_type, reward.custom_rm_path),
             num_workers=reward.reward_num_workers,
@@ -153,8 +152,8 @@ def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin
 
 def _left_out(config: Config, inputs: RunInputs) -> list[str]:
     """What --overlong-prompt drop has left out, a line per file."""
-    counts = ((config.data.prompt_data, inputs.num_dropped), (config.eval.eval_prompt_data, inputs.num_heldout_dropped))
     limit = config.data.rollout_max_prompt_len
+    counts = inputs.num_dropped.items()
     return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
 
 
@@ -201,22 +200,30 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
     keeper = EngineKeeper(turns, roles.sync, roles.engine, clock, attempts=config.push_attempts)
+    samples = SampleBuilder(
+        engine=roles.engine,
+        tokenizer=inputs.tokenizer,
+        run_seed=config.run.seed,
+        vocab_size=inputs.vocab_size,
+        mask_truncated=config.ppo.truncation_policy == "mask",
+        restore=keeper.restore,
+    )
     return TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
         turns=turns,
         engine=keeper,
-        samples=SampleBuilder(
-            engine=roles.engine,
-            tokenizer=inputs.tokenizer,
-            run_seed=config.run.seed,
-            vocab_size=inputs.vocab_size,
-            mask_truncated=config.ppo.truncation_policy == "mask",
-            restore=keeper.restore,
-        ),
+        samples=samples,
         rewards=inputs.rewards,
         prompts=inputs.prompts,
-        heldout=inputs.heldout,
+        evaluation=Evaluation.of(
+            config,
+            inputs.eval_sets,
+            samples=samples,
+            rewards=inputs.rewards,
+            tracker=inputs.tracker,
+            check_alive=roles.check_alive,
+        ),
         tracker=inputs.tracker,
         clock=clock,
         check_alive=roles.check_alive,

@@ -14,6 +14,9 @@ class RewardConfig:
     custom_rm_path: str | None = option(
         None, help="your own reward function as package.module.function; takes the place of --rm-type", default_text="no function"
     )
+    pass_threshold: float = option(
+        1.0, help="a response with at least this reward passes: what passrate/pass@k and eval/NAME_pass@k count"
+    )
     reward_timeout_s: float = option(30.0, help="a reward call that takes longer is killed", unit="seconds", above=0)
     reward_num_workers: int = option(1, help="processes that run the reward function", unit="processes", at_least=1)
     reward_batch_size: int = option(64, help="samples handed to one reward call", unit="samples", at_least=1)

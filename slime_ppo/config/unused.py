@@ -14,6 +14,7 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
+    yield from _of_the_evaluation(config)
     if config.batch.use_dynamic_batch_size:
         yield "batch.micro_batch_size", "micro-batches of so many samples (--no-use-dynamic-batch-size)"
     if not config.cluster.colocate:
@@ -70,6 +71,18 @@ def _of_the_losses(config: Config) -> Iterator[tuple[str, str]]:
         yield "ppo.kl_support", _RESTRICTED
     if not config.rollout.restricted:
         yield "ppo.entropy_support", _RESTRICTED
+
+
+def _of_the_evaluation(config: Config) -> Iterator[tuple[str, str]]:
+    if config.rollout.n_samples_per_prompt == config.eval.eval_n_samples_per_prompt == 1:
+        yield "reward.pass_threshold", "--n-samples-per-prompt or --eval-n-samples-per-prompt above 1"
+    if config.eval.eval_interval == 0:
+        for spec in OPTIONS:
+            if spec.section == "eval":
+                yield spec.key, "--eval-interval above 0"
+    elif config.eval.eval_temperature == 0:
+        for name in ("eval_top_p", "eval_top_k", "eval_min_p"):
+            yield f"eval.{name}", "--eval-temperature above 0"
 
 
 def _of_the_correction(config: Config) -> Iterator[tuple[str, str]]:

@@ -122,6 +122,9 @@ def test_generate_restricted_support_follows_joint_rule(
             _check_support_row(np.exp(log_probs), ids, sampling)
             expected = log_probs[token] - np.log(np.exp(log_probs[ids]).sum())
             assert log_prob == pytest.approx(expected, abs=1e-4)
+        if result.full_log_probs is not None:
+            chosen = full[np.arange(len(full)), result.response_ids]
+            np.testing.assert_allclose(result.full_log_probs, chosen, atol=1e-4, rtol=0)
 
 
 def _check_support_row(probs: np.ndarray, ids: np.ndarray, sampling: SamplingParams) -> None:
