@@ -73,6 +73,19 @@ def check_weight_files(folder: Path) -> None:
             raise CheckpointError(f"{index} says that {file} holds {absent[0]}, which it does not: download the model again")
 
 
+def read_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Tensor name -> (shape, safetensors' name of its type, like "BF16") of a folder. Headers only are read; CheckpointError."""
+    check_weight_files(folder)
+    index = folder / INDEX_FILE
+    names = sorted(set(read_weight_map(index).values())) if index.is_file() else [SINGLE_FILE]
+    return {
+        name: (tuple(entry["shape"]), str(entry["dtype"]))
+        for file in names
+        for name, entry in _read_header(folder / file).items()
+        if name != "__metadata__"
+    }
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name, as the index says; every file is there. Raises CheckpointError."""
     try:

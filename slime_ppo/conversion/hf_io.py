@@ -86,12 +86,19 @@ class HfWriter:
         self.partial.mkdir(parents=True)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add one file with these tensors."""
+        """Add one file with these tensors. Raises CheckpointError or OSError when it can't be written."""
         self._num_files += 1
         name = part_file(self._num_files)
-        save_file(dict(tensors), self.partial / name, metadata={"format": "pt"})
+        try:
+            save_file(dict(tensors), self.partial / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.partial / name} cannot be written ({error}): make room, or save elsewhere") from error
         self._weight_map |= dict.fromkeys(tensors, name)
         self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        _remove_export(self.partial)
 
     def publish(self) -> None:
         """Write config, tokenizer files and index, then put the folder in its place."""

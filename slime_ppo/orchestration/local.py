@@ -29,8 +29,9 @@ from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import Meeting, check_bucket, check_first
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
-from slime_ppo.weight_sync.colocated import ColocatedSync, check_bucket
+from slime_ppo.weight_sync.tensor import TensorSync
 
 if TYPE_CHECKING:
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
@@ -89,11 +90,23 @@ class LocalRanks:
 class LocalTrainGroup:
     """One role on all ranks, behind the TrainGroup protocol. A handle's batch is the number under which the ranks keep it."""
 
-    def __init__(self, ranks: LocalRanks, role: RoleName, numbers: Iterator[int], *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        ranks: LocalRanks,
+        role: RoleName,
+        numbers: Iterator[int],
+        *,
+        bucket_bytes: int,
+        sync_host: str = "127.0.0.1",
+        sync_timeout_s: float = 300.0,
+    ) -> None:
+        """`sync_host` is how the engine's servers reach rank 0; `sync_timeout_s` bounds one step of a weight sync with them."""
         self.role = role
         self._ranks = ranks
         self._numbers = numbers
         self._bucket_bytes = bucket_bytes
+        self._sync_host = sync_host
+        self._sync_timeout_s = sync_timeout_s
 
     def put(self, batch: RolloutBatch) -> BatchHandle:
         number = next(self._numbers)
@@ -138,6 +151,23 @@ class LocalTrainGroup:
 
     def save_hf(self, folder: str) -> None:
         self._call("saving weights", "save_hf", self.role, os.path.abspath(folder), self._bucket_bytes)
+
+    def publish_hf(self, folder: str) -> None:
+        check_first(self._call("weights to a folder", "publish_hf", self.role, os.path.abspath(folder), self._bucket_bytes))
+
+    def meet_engine(self, num_engine_ranks: int) -> Meeting:
+        arguments = (self.role, num_engine_ranks, self._sync_host, self._sync_timeout_s)
+        meeting: Meeting = self._call("meeting the engine", "meet_engine", *arguments)[0]
+        return meeting
+
+    def join_engine(self, meeting: Meeting) -> None:
+        check_first(self._call("joining the engine", "join_engine", self.role, meeting))
+
+    def broadcast_bucket(self, bucket: Bucket) -> None:
+        check_first(self._call("weight broadcast", "broadcast_bucket", self.role, bucket))
+
+    def leave_engine(self) -> None:
+        self._call("leaving the engine", "leave_engine", self.role)
 
     def _call(self, phase: str, method: str, *arguments: object) -> list[Any]:
         return self._ranks.call(f"{self.role} {phase}", method, *arguments)
@@ -225,7 +255,7 @@ class LocalLauncher:
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
+            sync=TensorSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
             check_alive=self._world.check_alive,
             side_by_side=None,
         )

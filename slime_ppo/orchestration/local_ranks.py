@@ -31,6 +31,7 @@ from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import Meeting
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
 
 # between two commands lies whatever rank 0 does alone, however long it takes; when it dies the connection breaks
@@ -158,6 +159,21 @@ class LocalRank:
 
     def save_hf(self, role: RoleName, folder: str, bucket_bytes: int) -> None:
         self._roles[role].save_hf(folder, bucket_bytes)
+
+    def publish_hf(self, role: RoleName, folder: str, bucket_bytes: int) -> str | None:
+        return self._roles[role].publish_hf(folder, bucket_bytes)
+
+    def meet_engine(self, role: RoleName, num_engine_ranks: int, host: str, timeout_s: float) -> Meeting | None:
+        return self._roles[role].meet_engine(num_engine_ranks, host=host, timeout_s=timeout_s)
+
+    def join_engine(self, role: RoleName, meeting: Meeting) -> str | None:
+        return self._roles[role].join_engine(meeting)
+
+    def broadcast_bucket(self, role: RoleName, bucket: Bucket) -> str | None:
+        return self._roles[role].broadcast_bucket(bucket)
+
+    def leave_engine(self, role: RoleName) -> None:
+        self._roles[role].leave_engine()
 
 
 def serve_rank(place: RankPlace) -> int:

@@ -3,20 +3,25 @@
 Torch and Megatron are imported in the methods, on the ranks; the driver of a Ray run never does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.errors import CheckpointError, WeightSyncError
 from slime_ppo.parallel.worker_settings import DeviceKind, WorkerSettings
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
-from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, pack_bucket
+from slime_ppo.weight_sync.base import Meeting
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, fill_bucket, pack_bucket
+from slime_ppo.weight_sync.process_group import EngineGroup
 
 if TYPE_CHECKING:
+    import torch
+
     from slime_ppo.backends.megatron.actor import ActorRole
     from slime_ppo.backends.megatron.critic import CriticRole
     from slime_ppo.backends.megatron.export import WeightExporter
@@ -37,6 +42,7 @@ class RankRole:
         self._started: ActorRole | CriticRole | None = None
         self._actor: ActorRole | None = None
         self._exporter: WeightExporter | None = None
+        self._engine_group: EngineGroup | None = None
 
     def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, correction: CorrectionConfig, temperature: float) -> None:
         """Join the other ranks and build the policy."""
@@ -96,6 +102,39 @@ class RankRole:
             writes=self._is_first,
         )
 
+    def publish_hf(self, folder: str, bucket_bytes: int) -> str | None:
+        """As save_hf, for the engine: what went wrong on rank 0, after which all ranks go on, or None."""
+        try:
+            self.save_hf(folder, bucket_bytes)
+        except (CheckpointError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def meet_engine(self, num_engine_ranks: int, *, host: str, timeout_s: float) -> Meeting | None:
+        """Where rank 0 and the servers can form a group; `host` is how they reach this node. None on other ranks."""
+        if not self._is_first:
+            return None
+        if self._engine_group is not None:
+            self._engine_group.leave()
+        self._engine_group = EngineGroup(host=host, device=self._role.settings.rank.device, timeout_s=timeout_s)
+        return self._engine_group.meet(num_engine_ranks)
+
+    def join_engine(self, meeting: Meeting) -> str | None:
+        """Form the group on rank 0: what went wrong, or None."""
+        return _problem(lambda: self._engine_group.join(meeting)) if self._engine_group is not None else None
+
+    def broadcast_bucket(self, bucket: Bucket) -> str | None:
+        """Gather the bucket on all ranks and broadcast it from rank 0: what went wrong with the servers, or None."""
+        tensors = self._weights.gather(bucket)
+        group = self._engine_group
+        return _problem(lambda: _broadcast(bucket, tensors, group)) if group is not None else None
+
+    def leave_engine(self) -> None:
+        """Leave the group of rank 0 and the servers, if there is one."""
+        if self._engine_group is not None:
+            self._engine_group.leave()
+            self._engine_group = None
+
     @property
     def _role(self) -> "ActorRole | CriticRole":
         if self._started is None:
@@ -116,3 +155,21 @@ class RankRole:
         from slime_ppo.backends.megatron.export import WeightExporter
 
         self._exporter = WeightExporter(self._role.models, self._role.table, self._role.layout)
+
+
+def _broadcast(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]", group: EngineGroup) -> None:
+    import torch
+
+    device = next(iter(tensors.values())).device
+    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+    fill_bucket(bucket, tensors, flat)
+    group.broadcast(flat)
+
+
+def _problem(action: Callable[[], None]) -> str | None:
+    """The text of a failed weight sync, which must not end this rank; None when the action succeeded."""
+    try:
+        action()
+    except WeightSyncError as error:
+        return str(error)
+    return None

@@ -15,7 +15,7 @@ from slime_ppo.orchestration.ray_rollout import RayRolloutEngine
 from slime_ppo.orchestration.ray_train_group import RaySideBySide, RayTrainGroup
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import WorkerSettings
-from slime_ppo.weight_sync.colocated import ColocatedSync
+from slime_ppo.weight_sync.tensor import TensorSync
 
 
 class RayLauncher:
@@ -76,7 +76,7 @@ class RayLauncher:
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=ColocatedSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
+            sync=TensorSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
             check_alive=lambda: check_alive(watched, where()),
             side_by_side=None if config.cluster.colocate else RaySideBySide(groups, timeout_s=timeout_s, watched=watched),
         )

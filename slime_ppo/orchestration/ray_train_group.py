@@ -14,6 +14,7 @@ from slime_ppo.orchestration.ray_worker import RankProcess
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.stats import Stats, merge_stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import Meeting, check_first
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
 
 
@@ -33,8 +34,11 @@ class RayTrainGroup:
         timeout_s: float,
         bucket_bytes: int,
         watched: list[Call],
+        sync_timeout_s: float = 300.0,
     ) -> None:
+        """`sync_timeout_s` bounds one step of a weight sync with the engine's servers."""
         self.role = role
+        self._sync_timeout_s = sync_timeout_s
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._watched = watched
@@ -104,6 +108,25 @@ class RayTrainGroup:
     def save_hf(self, folder: str) -> None:
         target = os.path.abspath(folder)  # a rank's current directory is another one on a joined cluster
         self._gather([rank.save_hf.remote(target, self._bucket_bytes) for rank in self.ranks], "saving weights")
+
+    def publish_hf(self, folder: str) -> None:
+        target = os.path.abspath(folder)
+        answers = [rank.publish_hf.remote(target, self._bucket_bytes) for rank in self.ranks]
+        check_first(self._gather(answers, "weights to a folder"))
+
+    def meet_engine(self, num_engine_ranks: int) -> Meeting:
+        answers = [rank.meet_engine.remote(num_engine_ranks, self._sync_timeout_s) for rank in self.ranks]
+        meeting: Meeting = self._gather(answers, "meeting the engine")[0]
+        return meeting
+
+    def join_engine(self, meeting: Meeting) -> None:
+        check_first(self._gather([rank.join_engine.remote(meeting) for rank in self.ranks], "joining the engine"))
+
+    def broadcast_bucket(self, bucket: Bucket) -> None:
+        check_first(self._gather([rank.broadcast_bucket.remote(bucket) for rank in self.ranks], "weight broadcast"))
+
+    def leave_engine(self) -> None:
+        self._gather([rank.leave_engine.remote() for rank in self.ranks], "leaving the engine")
 
     def _columns(self, handle: BatchHandle, answers: list[list["ray.ObjectRef[Any]"]], phase: str) -> tuple[BatchHandle, Stats]:
         stats = self._gather([report for _, report in answers], phase)

@@ -27,8 +27,8 @@ from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
+from slime_ppo.weight_sync.base import Meeting, check_bucket
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
-from slime_ppo.weight_sync.colocated import check_bucket
 
 if TYPE_CHECKING:
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
@@ -141,6 +141,27 @@ class RankProcess(Process):
     @_logged
     def save_hf(self, folder: str, bucket_bytes: int) -> None:
         self._rank.save_hf(folder, bucket_bytes)
+
+    @_logged
+    def publish_hf(self, folder: str, bucket_bytes: int) -> str | None:
+        return self._rank.publish_hf(folder, bucket_bytes)
+
+    @_logged
+    def meet_engine(self, num_engine_ranks: int, timeout_s: float) -> Meeting | None:
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return self._rank.meet_engine(num_engine_ranks, host=host, timeout_s=timeout_s)
+
+    @_logged
+    def join_engine(self, meeting: Meeting) -> str | None:
+        return self._rank.join_engine(meeting)
+
+    @_logged
+    def broadcast_bucket(self, bucket: Bucket) -> str | None:
+        return self._rank.broadcast_bucket(bucket)
+
+    @_logged
+    def leave_engine(self) -> None:
+        self._rank.leave_engine()
 
 
 class EngineProcess(Process):

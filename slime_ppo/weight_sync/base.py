@@ -1,10 +1,16 @@
-"""The seam between a trainer that has weights and an engine that needs them."""
+"""The seam between a trainer that has weights and an engine that needs them, and the two ends that every way of sending has."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from slime_ppo.errors import WeightSyncError
-from slime_ppo.weight_sync.bucket import TensorSpec
+from slime_ppo.rollout.engine import EnginePart
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, bucket_checksums
+
+CheckMode = Literal["first", "always", "never"]
 
 
 class WeightSync(Protocol):
@@ -14,7 +20,7 @@ class WeightSync(Protocol):
     """
 
     def connect(self) -> None:
-        """Compare the trainer's manifest with what the engine expects, once, before the first push."""
+        """Learn the trainer's manifest, once, before the first push."""
         ...
 
     def push(self, version: int) -> int:
@@ -24,6 +30,139 @@ class WeightSync(Protocol):
     def close(self) -> None:
         """Free what the connection holds; the engine keeps its weights."""
         ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the trainer's rank 0 and the ranks of the engine's servers meet, for one process group. Rank 0 is the trainer's."""
+
+    address: str
+    port: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class WeightSource(Protocol):
+    """The trainer's end."""
+
+    def manifest(self) -> tuple[TensorSpec, ...]: ...
+
+    def export_bucket(self, bucket: Bucket) -> Any:
+        """The bucket's bytes, or a reference that the target can read."""
+        ...
+
+
+class BroadcastSource(WeightSource, Protocol):
+    """A trainer that can meet an engine in a process group. A group that breaks is a WeightSyncError and ends no rank."""
+
+    def meet_engine(self, num_engine_ranks: int) -> Meeting:
+        """Open a new place to meet, under a name that was never used; an earlier group is left."""
+        ...
+
+    def join_engine(self, meeting: Meeting) -> None:
+        """Join the group; returns when all are there. Called while the engine joins."""
+        ...
+
+    def broadcast_bucket(self, bucket: Bucket) -> None:
+        """Gather the bucket over the ranks and broadcast it. Called while the engine receives."""
+        ...
+
+    def leave_engine(self) -> None:
+        """Leave the group, if there is one."""
+        ...
+
+
+class FolderSource(WeightSource, Protocol):
+    """A trainer that can write its weights as a Hugging Face folder."""
+
+    def publish_hf(self, folder: str) -> None:
+        """The folder appears whole or not at all; WeightSyncError when it can't be written, and the ranks go on."""
+        ...
+
+
+class WeightTarget(Protocol):
+    """The engine's end. From `begin_update` until `end_update` succeeds it has no version."""
+
+    def begin_update(self, manifest: tuple[TensorSpec, ...], version: int, *, bucket_bytes: int) -> None:
+        """Compare the manifest with the engine's weights, before anything is sent."""
+        ...
+
+    def check_bucket(self, bucket: Bucket, flat: Any) -> None:
+        """Compare what the engine holds with the bytes of a bucket that it was sent: now, or at `end_update`."""
+        ...
+
+    def end_update(self) -> int: ...
+
+    def wake(self, parts: EnginePart) -> None: ...
+
+
+class TensorTarget(WeightTarget, Protocol):
+    """An engine that takes bytes."""
+
+    def load_bucket(self, index: int, flat: Any) -> None: ...
+
+
+class BroadcastTarget(WeightTarget, Protocol):
+    """An engine whose servers join a process group."""
+
+    def num_ranks(self) -> int:
+        """Tensor-parallel ranks of all servers."""
+        ...
+
+    def incarnation(self) -> int:
+        """Another number whenever a server was started anew, which has left every group."""
+        ...
+
+    def join_group(self, meeting: Meeting) -> None: ...
+
+    def receive_bucket(self, index: int) -> None:
+        """Take part in one broadcast; returns when every server holds the tensors."""
+        ...
+
+    def leave_group(self) -> None: ...
+
+
+class FolderTarget(WeightTarget, Protocol):
+    """An engine that reads folders."""
+
+    def load_folder(self, folder: str) -> None: ...
+
+
+class PushCheck:
+    """Which pushes are checked (--check-weight-update-equal)."""
+
+    def __init__(self, mode: CheckMode) -> None:
+        self._mode = mode
+        self._passed = False
+
+    @property
+    def is_due(self) -> bool:
+        """The push at hand is to be checked."""
+        return self._mode == "always" or (self._mode == "first" and not self._passed)
+
+    def passed(self) -> None:
+        """A push has ended well."""
+        self._passed = True
+
+    def renew(self) -> None:
+        """The next push is a first one again."""
+        self._passed = False
+
+
+def check_first(problems: Sequence[str | None]) -> None:
+    """Raise WeightSyncError when the first rank, which deals with the engine, reports a problem."""
+    if problems[0] is not None:
+        raise WeightSyncError(problems[0])
+
+
+def finish_push(target: WeightTarget, version: int) -> int:
+    """End the update and wake the KV cache. Raises WeightSyncError when the engine reports another version."""
+    reported = target.end_update()
+    if reported != version:
+        raise WeightSyncError(f"version {version} was pushed, the engine reports {reported}")
+    target.wake(EnginePart.KV_CACHE)
+    return reported
 
 
 def check_manifest(specs: Sequence[TensorSpec], expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
@@ -48,3 +187,18 @@ def check_manifest(specs: Sequence[TensorSpec], expected: Mapping[str, tuple[tup
             f"the trainer's {len(specs)} tensors do not fit the engine's {len(expected)} parameters; both must come from the same "
             "model folder (--hf-checkpoint):\n  " + "\n  ".join(problems)
         )
+
+
+class HoldsChecksums(Protocol):
+    """An engine that can tell the checksums of its parameters."""
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, str]: ...
+
+
+def check_bucket(engine: HoldsChecksums, bucket: Bucket, flat: np.ndarray) -> None:
+    """Compare the engine's parameters with the bytes that the trainer sent. Raises WeightSyncError naming the tensors."""
+    sent = bucket_checksums(bucket, flat)
+    held = engine.checksums(list(sent))
+    different = [name for name in sent if held[name] != sent[name]]
+    if different:
+        raise WeightSyncError(f"after the push the engine's {', '.join(different)} differ from the trainer's")

@@ -1,12 +1,14 @@
 """Weights on their way from a trainer to an engine: a manifest of tensors, cut into flat byte buckets.
 
-Both ends cut the same manifest with the same `bucket_bytes` and so agree on the buckets without sending the plan.
+Both ends cut the same manifest with the same `bucket_bytes` and so agree on the buckets without sending the plan. The layout
+is that of SGLang's flattened bucket: one tensor after the other without a gap.
 Names are Hugging Face names. Torch is imported where tensors are touched, so that planning needs none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 from warnings import catch_warnings, simplefilter
@@ -28,8 +30,6 @@ ITEM_BYTES: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-ALIGNMENT_BYTES = 8
-"""Tensors of a bucket begin at multiples of the largest item, so that a view of another dtype is allowed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together: `specs[i]` lies at byte `offsets[i]` of a flat array of `num_bytes`."""
+    """Tensors that travel together: `specs[i]` lies at byte `offsets[i]` of a flat array of `num_bytes`.
+
+    Tensors with larger items come first, so that each begins at a multiple of its item size with no gap before it.
+    """
 
     index: int
     specs: tuple[TensorSpec, ...]
@@ -58,7 +61,7 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Cut the manifest into buckets of at most `bucket_bytes`, in manifest order.
+    """Cut the manifest into buckets of at most `bucket_bytes`, in manifest order; within a bucket larger items come first.
 
     A tensor is never split; one that is larger than a bucket goes alone. Raises WeightSyncError on a tensor named
     twice, an unknown dtype or bucket_bytes < 1.
@@ -73,7 +76,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
     chosen: list[TensorSpec] = []
     size = 0
     for spec in specs:
-        grown = _aligned(size) + spec.num_bytes
+        grown = size + spec.num_bytes
         if chosen and grown > bucket_bytes:
             buckets.append(_lay_out(len(buckets), chosen))
             chosen, grown = [], spec.num_bytes
@@ -92,7 +95,12 @@ def pack_bucket(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]") -> np.nda
     import torch
 
     flat = np.zeros(bucket.num_bytes, np.uint8)
-    target = torch.from_numpy(flat)
+    fill_bucket(bucket, tensors, torch.from_numpy(flat))
+    return flat
+
+
+def fill_bucket(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]", flat: "torch.Tensor") -> None:
+    """As `pack_bucket`, into `flat`, uint8 [num_bytes] on any device."""
     for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
         if spec.name not in tensors:
             raise WeightSyncError(f"tensor {spec.name} is in the manifest but was not given to pack")
@@ -102,8 +110,17 @@ def pack_bucket(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]") -> np.nda
             raise WeightSyncError(
                 f"tensor {spec.name} is {found.dtype} {list(found.shape)}, the manifest says {spec.dtype} {list(spec.shape)}"
             )
-        _view(target, spec, offset).copy_(tensor.detach())
-    return flat
+        _view(flat, spec, offset).copy_(tensor.detach())
+
+
+def check_flat(bucket: Bucket, flat: np.ndarray) -> None:
+    """Raise WeightSyncError when `flat` is not uint8 [num_bytes]: the bytes of another bucket than the manifest's."""
+    if flat.dtype != np.uint8 or flat.shape != (bucket.num_bytes,):
+        raise WeightSyncError(
+            f"bucket {bucket.index} ({bucket.specs[0].name} to {bucket.specs[-1].name}) arrived as {flat.dtype} "
+            f"{list(flat.shape)}, expected uint8 [{bucket.num_bytes}]; both ends must cut the same manifest with the same "
+            "bucket_bytes"
+        )
 
 
 def unpack_bucket(bucket: Bucket, flat: np.ndarray) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -113,12 +130,7 @@ def unpack_bucket(bucket: Bucket, flat: np.ndarray) -> "Iterator[tuple[str, torc
     """
     import torch
 
-    if flat.dtype != np.uint8 or flat.shape != (bucket.num_bytes,):
-        raise WeightSyncError(
-            f"bucket {bucket.index} ({bucket.specs[0].name} to {bucket.specs[-1].name}) arrived as {flat.dtype} "
-            f"{list(flat.shape)}, expected uint8 [{bucket.num_bytes}]; both ends must cut the same manifest with the same "
-            "bucket_bytes"
-        )
+    check_flat(bucket, flat)
     with catch_warnings():
         # An array from an object store is a read-only view of shared memory; torch warns because it can't mark it so.
         simplefilter("ignore", UserWarning)
@@ -156,17 +168,10 @@ def tensor_checksum(name: str, tensor: "torch.Tensor") -> str:
     return checksum(name, host.reshape(-1).view(torch.uint8).numpy())
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def _lay_out(index: int, specs: Sequence[TensorSpec]) -> Bucket:
-    offsets: list[int] = []
-    size = 0
-    for spec in specs:
-        offsets.append(_aligned(size))
-        size = offsets[-1] + spec.num_bytes
-    return Bucket(index=index, specs=tuple(specs), offsets=tuple(offsets), num_bytes=size)
+    ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+    ends = list(accumulate((spec.num_bytes for spec in ordered), initial=0))
+    return Bucket(index=index, specs=tuple(ordered), offsets=tuple(ends[:-1]), num_bytes=ends[-1])
 
 
 def _view(flat: "torch.Tensor", spec: TensorSpec, offset: int) -> "torch.Tensor":

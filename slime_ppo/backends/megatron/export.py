@@ -14,6 +14,7 @@ from slime_ppo.conversion.hf_io import HfWriter
 from slime_ppo.conversion.mapping import Rule
 from slime_ppo.conversion.shard import unshard
 from slime_ppo.conversion.table import ConversionTable
+from slime_ppo.errors import CheckpointError
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, plan_buckets
 
@@ -134,12 +135,20 @@ def save_hf_folder(exporter: WeightExporter, folder: str, *, source: str, bucket
     """Write the weights as a Hugging Face folder, one bucket at a time, from the rank that `writes`. Collective.
 
     `source` is the folder whose config and tokenizer are copied. A critic's folder names its head `score.weight`, as
-    sequence classifiers do.
+    sequence classifiers do. When a file can't be written, the rank that writes raises after the last bucket, so that no other
+    rank is left in a collective; what it has written is removed.
     """
     writer = HfWriter(folder, source_folder=source, config_changes=exporter.config_changes) if writes else None
+    failure: Exception | None = None
     for bucket in plan_buckets(exporter.specs, bucket_bytes):
         tensors = exporter.gather(bucket)
-        if writer is not None:
-            writer.write({name: tensor.cpu() for name, tensor in tensors.items()})
+        if writer is not None and failure is None:
+            try:
+                writer.write({name: tensor.cpu() for name, tensor in tensors.items()})
+            except (OSError, CheckpointError) as error:
+                failure = error
+                writer.discard()
+    if failure is not None:
+        raise failure
     if writer is not None:
         writer.publish()

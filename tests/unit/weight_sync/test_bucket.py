@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.weight_sync.bucket import (
+    ITEM_BYTES,
     TensorSpec,
     bucket_checksums,
     checksum,
@@ -33,8 +34,8 @@ def test_plan_buckets_hand_example_fills_in_order_and_leaves_the_large_one_alone
     specs = [TensorSpec(name, (size,), "float32") for name, size in (("a", 4), ("b", 2), ("c", 100), ("d", 1), ("e", 5))]
     buckets = plan_buckets(specs, 32)
     assert [[spec.name for spec in bucket.specs] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
-    assert [bucket.num_bytes for bucket in buckets] == [24, 400, 28]
-    assert [bucket.offsets for bucket in buckets] == [(0, 16), (0,), (0, 8)]
+    assert [bucket.num_bytes for bucket in buckets] == [24, 400, 24]
+    assert [bucket.offsets for bucket in buckets] == [(0, 16), (0,), (0, 4)]
 
 
 @settings(max_examples=50, deadline=None)
@@ -45,6 +46,15 @@ def test_plan_buckets_any_sizes_keeps_every_tensor_once_in_order_within_the_limi
     assert [spec for bucket in buckets for spec in bucket.specs] == specs
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     assert all(bucket.num_bytes <= bucket_bytes or len(bucket.specs) == 1 for bucket in buckets)
+
+
+def test_plan_buckets_mixed_dtypes_leaves_no_gap_and_every_tensor_begins_at_a_multiple_of_its_item() -> None:
+    (bucket,) = plan_buckets([*SPECS, TensorSpec("odd", (3,), "uint8"), TensorSpec("last", (5,), "float32")], 10_000)
+    ends = [offset + spec.num_bytes for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)]
+    assert [0, *ends] == [*bucket.offsets, bucket.num_bytes]
+    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+        assert offset % ITEM_BYTES[spec.dtype] == 0, spec.name
+    assert [spec.name for spec in bucket.specs] == ["scalar", "ids", "w", "empty", "last", "half", "odd"]
 
 
 def test_plan_buckets_bad_manifest_raises() -> None:
@@ -64,7 +74,7 @@ def test_pack_and_unpack_mixed_dtypes_is_bit_exact(bucket_bytes: int) -> None:
         flat = pack_bucket(bucket, TENSORS)
         assert (flat.dtype, flat.shape) == (np.uint8, (bucket.num_bytes,))
         unpacked |= {name: tensor.clone() for name, tensor in unpack_bucket(bucket, flat)}
-    assert list(unpacked) == list(TENSORS)
+    assert set(unpacked) == set(TENSORS)
     for name, tensor in TENSORS.items():
         torch.testing.assert_close(unpacked[name], tensor, rtol=0, atol=0)
 
@@ -105,7 +115,9 @@ def test_pack_bucket_wrong_tensor_raises_naming_both() -> None:
 )
 def test_unpack_bucket_wrong_array_raises_with_both_sizes(flat: np.ndarray, found: str) -> None:
     (bucket,) = plan_buckets(SPECS, 10_000)
-    with pytest.raises(WeightSyncError, match=rf"bucket 0 \(w to ids\) arrived as {found}, expected uint8 \[{bucket.num_bytes}\]"):
+    with pytest.raises(
+        WeightSyncError, match=rf"bucket 0 \(scalar to half\) arrived as {found}, expected uint8 \[{bucket.num_bytes}\]"
+    ):
         list(unpack_bucket(bucket, flat))
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.rollout.engine import EnginePart
+from slime_ppo.weight_sync.base import check_bucket
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, checksum
-from slime_ppo.weight_sync.colocated import ColocatedSync, check_bucket
+from slime_ppo.weight_sync.tensor import TensorSync
 
 SPECS = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3,), "uint8"))
 
@@ -48,7 +49,7 @@ class Ends:
 
 def test_push_loads_every_bucket_checks_the_first_version_and_wakes_the_cache_last() -> None:
     ends = Ends()
-    sync = ColocatedSync(ends, ends, bucket_bytes=8)
+    sync = TensorSync(ends, ends, bucket_bytes=8)
     sync.connect()
     assert sync.push(0) == 0
     first = ["begin 0", "export 0", "load 0: bytes 0", "check 0: bytes 0", "export 1", "load 1: bytes 1", "check 1: bytes 1"]
@@ -60,7 +61,7 @@ def test_push_loads_every_bucket_checks_the_first_version_and_wakes_the_cache_la
 
 def test_push_that_the_engine_reports_as_another_version_is_an_error_and_the_cache_stays_asleep() -> None:
     ends = Ends(reports=3)
-    sync = ColocatedSync(ends, ends, bucket_bytes=8)
+    sync = TensorSync(ends, ends, bucket_bytes=8)
     sync.connect()
     with pytest.raises(WeightSyncError, match="version 4 was pushed, the engine reports 3"):
         sync.push(4)

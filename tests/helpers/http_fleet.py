@@ -1,0 +1,51 @@
+"""Servers reached by plain HTTP, for tests of what is posted to them."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from slime_ppo.errors import RolloutError
+
+
+@dataclass(frozen=True)
+class Address:
+    url: str
+    tp_size: int
+    incarnation: int = 1
+
+
+class HttpFleet:
+    """`Fleet` of servers whose addresses a test may exchange."""
+
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self.current = list(addresses)
+
+    def addresses(self) -> Sequence[Address]:
+        return self.current
+
+    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
+        contents = [json.dumps(body).encode() for body in bodies]
+        return self._all(path, contents, timeout_s)
+
+    def get(self, path: str, *, timeout_s: float) -> list[Any]:
+        return self._all(path, [None] * len(self.current), timeout_s)
+
+    def _all(self, path: str, contents: Sequence[bytes | None], timeout_s: float) -> list[Any]:
+        urls = [address.url + path for address in self.current]
+        with ThreadPoolExecutor(len(urls)) as pool:
+            return list(pool.map(lambda url, content: _ask(url, content, timeout_s), urls, contents))
+
+
+def _ask(url: str, content: bytes | None, timeout_s: float) -> Any:
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise RolloutError(f"{url} answered {error.code}: {error.read().decode()}") from error
+    except OSError as error:
+        raise RolloutError(f"{url}: {type(error).__name__}: {error}") from error
