@@ -1,13 +1,14 @@
 """What the contract tests need to know about an engine beyond its protocol: how weights reach it, how it draws.
 
-A new engine joins the contract tests with one more entry in `HARNESSES`.
+A new engine joins the contract tests with one more name in `ENGINES`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
@@ -15,11 +16,13 @@ from transformers import AutoModelForCausalLM
 from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 from slime_ppo.rollout.engine import RolloutEngine
 from slime_ppo.rollout.sglang.engine import SGLangEngine
-from slime_ppo.types.sample import GenerateRequest, SamplingParams
+from slime_ppo.types.sample import GenerateRequest, GenerateResult, SamplingParams
 from slime_ppo.weight_sync.base import TensorTarget
 from slime_ppo.weight_sync.bucket import TensorSpec, dtype_name, pack_bucket, plan_buckets
 
 BUCKET_BYTES = 64 * 1024
+BOUNDARY = 1e-5
+"""Of probabilities: batch shapes change them by less."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class EngineHarness:
     """`push(folder, version)` brings a folder's weights; `push_partly` begins that push and ends it before the last bucket
     (raising WeightSyncError); `draw_margin(request, probs, position)` says how far the draw of response token `position` is
     from another token, as a change of log-probs, `probs` float64 [V] being the full distribution there. `frees_memory`: offload
-    gives memory back. `seeds_min_p`: the engine draws by seeds with min_p too."""
+    gives memory back. `serves_min_p` False: min_p is refused."""
 
     engine: RolloutEngine
     folder: Path
@@ -165,6 +168,31 @@ def joint_support(probs: np.ndarray, *, top_k: int, top_p: float, min_p: float =
             kept.append(int(token))
         before += probs[token]
     return kept
+
+
+def check_joint_rule(
+    reference: ReferenceModel, requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]
+) -> None:
+    """Supports by the reference's distribution, and log-probs renormalised over them."""
+    sampling = requests[0].sampling
+    for request, result in zip(requests, results, strict=True):
+        assert result.support is not None
+        full = reference.log_probs(request.prompt_ids, result.response_ids, temperature=sampling.temperature)
+        rows = np.split(result.support.ids, np.cumsum(result.support.counts)[:-1])
+        for token, log_prob, ids, log_probs in zip(result.response_ids, result.log_probs, rows, full, strict=True):
+            _check_support_row(np.exp(log_probs), ids, sampling)
+            expected = log_probs[token] - np.log(np.exp(log_probs[ids]).sum())
+            assert log_prob == pytest.approx(expected, abs=1e-4)
+
+
+def _check_support_row(probs: np.ndarray, ids: np.ndarray, sampling: SamplingParams) -> None:
+    """The engine's support lies between the reference rule with its bounds a little tighter and a little looser."""
+    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    shift = BOUNDARY / probs.max() if min_p > 0 else 0.0
+    fewest = joint_support(probs, top_k=top_k, top_p=top_p - BOUNDARY, min_p=min(min_p + shift, 1.0))
+    most = joint_support(probs, top_k=top_k, top_p=top_p + BOUNDARY, min_p=min_p - shift)
+    assert max(1, len(fewest)) <= len(ids) <= len(most)
+    np.testing.assert_allclose(probs[ids], probs[most][: len(ids)], atol=BOUNDARY, rtol=0)
 
 
 def make_requests(
