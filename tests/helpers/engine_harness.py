@@ -170,9 +170,7 @@ def joint_support(probs: np.ndarray, *, top_k: int, top_p: float, min_p: float =
     return kept
 
 
-def check_joint_rule(
-    reference: ReferenceModel, requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]
-) -> None:
+def check_joint_rule(reference: ReferenceModel, requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> None:
     """Supports by the reference's distribution, and log-probs renormalised over them."""
     sampling = requests[0].sampling
     for request, result in zip(requests, results, strict=True):

@@ -116,9 +116,9 @@ class SGLangEngine:
             return
         self._fleet.notice_losses()
         self._abort.set()
+        self._wait_until_idle()
         if self._awake == EnginePart.ALL:
             self._control("/pause_generation", {"mode": "abort"})
-        self._wait_until_idle()
         for part, tag in _TAGS.items():
             holding = [member for member in self._fleet.alive() if part in parts & ~member.released]
             self._post(holding, "/release_memory_occupation", {"tags": [tag]})
@@ -239,7 +239,7 @@ class SGLangEngine:
             member.released &= ~part
 
     def _wait_until_idle(self) -> None:
-        """Servers that have paused may still be at their last step; they die when memory is released under it."""
+        """A server dies when memory is released while it runs a request, and takes a second to pause while it still tidies up."""
         deadline = time.monotonic() + self._settings.control_timeout_s
         while busy := [member for member in self._fleet.alive() if self._num_running(member) > 0]:
             if time.monotonic() > deadline:
@@ -249,6 +249,9 @@ class SGLangEngine:
             time.sleep(_IDLE_POLL_S)
 
     def _num_running(self, member: Member) -> int:
+        """Requests that we wait for, or that the server still knows."""
+        if member.running:
+            return len(member.running)
         answer = self._fleet.run(member.client.get("/v1/loads", self._settings.control_timeout_s))
         return sum(load["num_running_reqs"] for load in answer["loads"])
 
