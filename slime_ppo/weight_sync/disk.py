@@ -54,6 +54,5 @@ class DiskSync:
             self._source.publish_hf(str(folder))
         except WeightSyncError as error:
             raise WeightSyncError(
-                f"the weights could not be written to {folder} (--weight-sync-folder), which needs room for two copies: "
-                f"{error}"
+                f"the weights could not be written to {folder} (--weight-sync-folder), which needs room for two copies: {error}"
             ) from error

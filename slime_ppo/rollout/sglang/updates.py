@@ -18,6 +18,7 @@ from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION
 from slime_ppo.rollout.sglang.checksums import ExpectedChecksums, compare_checksums
 from slime_ppo.rollout.sglang.payload import inline_payload
+from slime_ppo.rollout.sglang.server import ServerAddress
 from slime_ppo.weight_sync.base import Meeting, check_manifest
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, check_flat, plan_buckets
 from slime_ppo.weight_sync.folder import check_folder
@@ -27,23 +28,10 @@ _log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "retract"]
 
 
-class FleetAddress(Protocol):
-    """Of one server: where it is, its tensor-parallel ranks, and how often it was started."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def tp_size(self) -> int: ...
-
-    @property
-    def incarnation(self) -> int: ...
-
-
 class Fleet(Protocol):
     """All servers of an engine, in a fixed order."""
 
-    def addresses(self) -> Sequence[FleetAddress]: ...
+    def addresses(self) -> Sequence[ServerAddress]: ...
 
     def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
         """Post one body to each server, to all at the same time; their JSON answers. Raises RolloutError, when all have

@@ -15,10 +15,10 @@ import torch
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION
+from slime_ppo.rollout.sglang.server import ServerAddress
 from slime_ppo.rollout.sglang.updates import ServerUpdates, UpdateSettings
 from slime_ppo.weight_sync.base import Meeting
 from slime_ppo.weight_sync.bucket import TensorSpec, pack_bucket, plan_buckets
-from tests.helpers.http_fleet import Address
 from tests.helpers.tiny_llama import make_tiny_llama
 
 EXPECTED = {"a.weight": ((2, 3), "float32"), "b.weight": ((4,), "float32"), "c.weight": ((5,), "float32")}
@@ -33,12 +33,12 @@ MEETING = Meeting("10.0.0.1", 4000, world_size=4, group_name="group-1", backend=
 class Servers:
     """A fleet of a server with two ranks and one with one rank; `fails` are paths that a server refuses."""
 
-    current: list[Address]
+    current: list[ServerAddress]
     posts: list[tuple[str, list[dict[str, Any]]]]
     fails: set[str]
     version: str = "default"
 
-    def addresses(self) -> Sequence[Address]:
+    def addresses(self) -> Sequence[ServerAddress]:
         return self.current
 
     def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
@@ -66,7 +66,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 @pytest.fixture
 def servers() -> Servers:
-    return Servers([Address("http://a", 2), Address("http://b", 1)], [], set())
+    return Servers([ServerAddress("http://a", 2, 1), ServerAddress("http://b", 1, 1)], [], set())
 
 
 @pytest.fixture
@@ -197,7 +197,8 @@ def test_bucket_twice_or_of_another_plan_is_refused(updates: ServerUpdates, serv
 
 
 @pytest.mark.parametrize(
-    "path", ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation"]
+    "path",
+    ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation"],
 )
 def test_server_that_refuses_any_step_leaves_no_version_until_a_whole_push(
     updates: ServerUpdates, servers: Servers, path: str
