@@ -58,7 +58,7 @@ def test_every_path_brings_the_bits_that_our_checksums_and_a_load_of_the_exporte
     [[first_rank, second_rank]] = once
     assert first_rank != second_rank and len(first_rank) == 27
     for name in first_rank:
-        held = [of_server[0][name] for of_server in (start[0:1], once, doubled)]
+        held = [servers[0][0][name] for servers in (start, once, doubled)]
         assert len(set(held)) == 3, f"{name} was not changed by a push"
     for name, checksums in found.items():
         assert checksums == (doubled if name.endswith("doubled") else once), name
