@@ -134,6 +134,19 @@ def test_push_by_broadcast_names_the_tensors_as_they_lie_in_the_bucket(updates: 
         push(updates, load=updates.receive_bucket)
 
 
+def test_push_through_shared_memory_gives_every_rank_the_handle_of_the_trainers_rank_on_its_gpu(
+    servers: Servers, shape: ModelShape
+) -> None:
+    settings = UpdateSettings(EXPECTED, shape, "cuda", timeout_s=7.0, trainer_ranks=((2, 3), (0,)))
+    updates = ServerUpdates(servers, settings)
+    assert push(updates, load=lambda index: updates.load_shared(index, [f"handle {index} of {rank}" for rank in range(4)])) == 7
+    sent = [bodies for path, bodies in servers.posts if path == "/update_weights_from_tensor"]
+    assert [body["serialized_named_tensors"] for body in sent[1]] == [["handle 1 of 2", "handle 1 of 3"], ["handle 1 of 0"]]
+    elsewhere = ServerUpdates(servers, replace(settings, trainer_ranks=None))
+    with pytest.raises(WeightSyncError, match="servers that are not on the trainer's"):
+        push(elsewhere, load=lambda index: elsewhere.load_shared(index, ["handle"] * 4))
+
+
 def test_join_group_of_another_size_is_refused_before_any_server_hears_of_it(updates: ServerUpdates, servers: Servers) -> None:
     with pytest.raises(WeightSyncError, match="a group of 5 ranks for 3 ranks of servers"):
         updates.join_group(replace(MEETING, world_size=5))
