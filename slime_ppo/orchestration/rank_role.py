@@ -133,7 +133,8 @@ class RankRole:
 
     def join_engine(self, meeting: Meeting) -> str | None:
         """Form the group on rank 0: what went wrong, or None."""
-        return _problem(lambda: self._engine_group.join(meeting)) if self._engine_group is not None else None
+        group = self._engine_group
+        return _problem(lambda: group.join(meeting)) if group is not None else None
 
     def broadcast_bucket(self, bucket: Bucket) -> str | None:
         """Gather the bucket on all ranks and broadcast it from rank 0: what went wrong with the servers, or None."""

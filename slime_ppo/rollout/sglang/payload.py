@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _DEVICE_ARGUMENT = 6
+_SERVERS_FUNCTION = b"sglang.srt.utils.patch_torch\n_rebuild_cuda_tensor_modified\n"
 
 
 def inline_payload(bucket: Bucket, flat: np.ndarray) -> str:
@@ -41,7 +42,7 @@ def ipc_payload(bucket: Bucket, flat: "torch.Tensor") -> str:
     import torch
     from torch.multiprocessing import reductions
 
-    _, arguments = reductions.reduce_tensor(flat)
+    _, arguments = reductions.reduce_tensor(flat)  # type: ignore[no-untyped-call]
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
     named = (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
     written = io.BytesIO()
@@ -79,15 +80,15 @@ class _Handle:
         return _rebuild, self._arguments
 
 
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined, misc]
+class _Pickler(pickle._Pickler):
     """Writes a name of sglang's without importing it, which the C version of the class can't."""
 
-    dispatch: ClassVar[dict[Any, Any]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[Any, Any]] = dict(pickle._Pickler.dispatch)
 
     def _save_function(self, function: Any) -> None:
         if function is _rebuild:
-            self.write(pickle.GLOBAL + b"sglang.srt.utils.patch_torch\n_rebuild_cuda_tensor_modified\n")
+            self.write(pickle.GLOBAL + _SERVERS_FUNCTION)  # type: ignore[attr-defined]
         else:
-            self.save_global(function)
+            self.save_global(function)  # type: ignore[attr-defined]
 
     dispatch[type(_rebuild)] = _save_function
