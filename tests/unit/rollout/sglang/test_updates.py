@@ -15,10 +15,10 @@ import torch
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION
+from slime_ppo.rollout.sglang.server import ServerAddress
 from slime_ppo.rollout.sglang.updates import ServerUpdates, UpdateSettings
 from slime_ppo.weight_sync.base import Meeting
 from slime_ppo.weight_sync.bucket import TensorSpec, pack_bucket, plan_buckets
-from tests.helpers.http_fleet import Address
 from tests.helpers.tiny_llama import make_tiny_llama
 
 EXPECTED = {"a.weight": ((2, 3), "float32"), "b.weight": ((4,), "float32"), "c.weight": ((5,), "float32")}
@@ -33,12 +33,12 @@ MEETING = Meeting("10.0.0.1", 4000, world_size=4, group_name="group-1", backend=
 class Servers:
     """A fleet of a server with two ranks and one with one rank; `fails` are paths that a server refuses."""
 
-    current: list[Address]
+    current: list[ServerAddress]
     posts: list[tuple[str, list[dict[str, Any]]]]
     fails: set[str]
     version: str = "default"
 
-    def addresses(self) -> Sequence[Address]:
+    def addresses(self) -> Sequence[ServerAddress]:
         return self.current
 
     def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
@@ -66,7 +66,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 @pytest.fixture
 def servers() -> Servers:
-    return Servers([Address("http://a", 2), Address("http://b", 1)], [], set())
+    return Servers([ServerAddress("http://a", 2, 1), ServerAddress("http://b", 1, 1)], [], set())
 
 
 @pytest.fixture
@@ -132,6 +132,19 @@ def test_push_by_broadcast_names_the_tensors_as_they_lie_in_the_bucket(updates: 
     assert [bodies[0] for path, bodies in servers.posts if path.startswith("/destroy")] == [{"group_name": "group-1"}]
     with pytest.raises(WeightSyncError, match="joined no group"):
         push(updates, load=updates.receive_bucket)
+
+
+def test_push_through_shared_memory_gives_every_rank_the_handle_of_the_trainers_rank_on_its_gpu(
+    servers: Servers, shape: ModelShape
+) -> None:
+    settings = UpdateSettings(EXPECTED, shape, "cuda", timeout_s=7.0, trainer_ranks=((2, 3), (0,)))
+    updates = ServerUpdates(servers, settings)
+    assert push(updates, load=lambda index: updates.load_shared(index, [f"handle {index} of {rank}" for rank in range(4)])) == 7
+    sent = [bodies for path, bodies in servers.posts if path == "/update_weights_from_tensor"]
+    assert [body["serialized_named_tensors"] for body in sent[1]] == [["handle 1 of 2", "handle 1 of 3"], ["handle 1 of 0"]]
+    elsewhere = ServerUpdates(servers, replace(settings, trainer_ranks=None))
+    with pytest.raises(WeightSyncError, match="servers that are not on the trainer's"):
+        push(elsewhere, load=lambda index: elsewhere.load_shared(index, ["handle"] * 4))
 
 
 def test_join_group_of_another_size_is_refused_before_any_server_hears_of_it(updates: ServerUpdates, servers: Servers) -> None:
