@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slime_ppo.rewards.base import RewardInput, RewardResult
+from slime_ppo.rewards.base import RewardFailure, RewardInput, RewardResult
 
 not_callable = 3.0
 
@@ -81,6 +81,20 @@ class CannotBuild:
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
         return []
+
+
+def failure_for_the_second(inputs: Sequence[RewardInput]) -> list[RewardFailure | float]:
+    return [RewardFailure("is not for me") if index == 1 else 0.5 for index, _ in enumerate(inputs)]
+
+
+class WithArguments:
+    """A class that is built with the arguments of its RewardSpec."""
+
+    def __init__(self, *, factor: float, label: str | None) -> None:
+        self._factor, self._label = factor, label
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
+        return [self._factor * len(item.response) if self._label is None else 0.0 for item in inputs]
 
 
 def none_for_the_third(inputs: Sequence[RewardInput]) -> list[float | None]:

@@ -290,7 +290,7 @@ from slime_ppo.rewards.base import RewardInput
 from slime_ppo.rewards.worker import score_batch
 from slime_ppo.types.sample import FinishReason, one_version
 runner.start()
-busy = RewardInput(0, "", "", None, {"wish": "sleep"}, FinishReason.STOP, np.ones(2, np.int32))
+busy = RewardInput(0, "", "", None, {"wish": "sleep"}, FinishReason.STOP, np.ones(1, np.int32), np.ones(2, np.int32))
 task = runner._pool.schedule(score_batch, args=(runner._spec, [busy]))
 while not task.running():
     pass
