@@ -18,6 +18,7 @@ _BIASED_IN_SGLANG = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassifi
 _WEIGHT, _BIAS = "score.weight", "score.bias"
 _BIAS_FILE = "score_bias.safetensors"
 _BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ def check_one_label(folder: Path) -> None:
     weight = _score_weight(folder)
     if weight.shape[0] != 1:
         raise CheckpointError(f"{folder} has {weight.shape[0]} labels, expected one (num_labels 1): a reward is one number")
+
+
+def saved_dtype(folder: Path) -> str:
+    """The type in which the head was saved, in torch's words. Raises CheckpointError for one that SGLang cannot serve."""
+    dtype = _score_weight(folder).dtype
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{folder} is saved as {dtype}, expected one of {', '.join(_DTYPES)}. Convert it")
+    return _DTYPES[dtype]
 
 
 def lacks_score_bias(folder: Path) -> bool:

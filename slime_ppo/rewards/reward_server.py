@@ -13,15 +13,16 @@ from urllib.parse import urlsplit
 from tokenizers import Tokenizer
 
 from slime_ppo.errors import CheckpointError, ConfigError, RewardError
-from slime_ppo.rewards.classifier_folder import lacks_score_bias, read_classifier_config
+from slime_ppo.rewards.classifier_folder import ClassifierConfig, lacks_score_bias, read_classifier_config
 from slime_ppo.rewards.classify import classify_url, parse_scores
 from slime_ppo.rewards.server_words import key_headers, shortened
 
 # a server that has just started answers its first request slowly
 _TIMEOUT_S = 60.0
 _SERVE = "python scripts/serve_reward_model.py FOLDER"
-# the scheduler keeps these of the context for itself, and takes fewer tokens than it says
-_REFUSED_LENGTH = "max_req_input_len"
+# SGLang 0.5.23 calls min(context, KV cache) - 6 the limit. Of scoring requests it takes two tokens less than the minimum; one more
+# than that would wait for ever where the KV cache is the smaller of the two.
+_SAID_LIMIT, _BEYOND_IT = "max_req_input_len", 4
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ def inspect_reward_server(url: str, *, api_key: str | None, sends: Literal["ids"
     """
     check_listening(url)
     served = _served_model(_asked(url, "/model_info", api_key), url)
-    limit = _asked(url, "/server_info", api_key).get(_REFUSED_LENGTH)
+    limit = _asked(url, "/server_info", api_key).get(_SAID_LIMIT)
     if not isinstance(limit, int):
-        raise ConfigError(f"--rm-url {url}: /server_info tells {_REFUSED_LENGTH} {limit}, expected a number. Is it SGLang 0.5.23?")
+        raise ConfigError(f"--rm-url {url}: /server_info tells {_SAID_LIMIT} {limit}, expected a number. Is it SGLang 0.5.23?")
     _check_one_score(url, api_key, sends)
-    vocab_size, warnings = _checked_folder(served, url)
+    config, warnings = _checked_folder(served, url)
     if sends == "ids":
         warnings += _checked_tokenizer(served, url, policy_folder)
-    # the server refuses inputs of `limit` tokens already
-    return RewardServer(limit - 1, vocab_size, warnings)
+    limits = [limit + _BEYOND_IT] + ([] if config is None or config.max_positions is None else [config.max_positions])
+    return RewardServer(min(limits), None if config is None else config.vocab_size, warnings)
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def _check_one_score(url: str, api_key: str | None, sends: Literal["ids", "text"
         raise ConfigError(f"--rm-url {url} cannot be used for --rm-type reward_model: {error}") from error
 
 
-def _checked_folder(served: _Served, url: str) -> tuple[int | None, tuple[str, ...]]:
-    """Tokens of the model, and what could not be checked."""
+def _checked_folder(served: _Served, url: str) -> tuple[ClassifierConfig | None, tuple[str, ...]]:
+    """The model's config where it can be read, and what could not be checked."""
     if not _readable(served.model / "config.json"):
         return None, (
             f"--rm-url {url}: its model folder {served.model} cannot be read from here, so it is not known whether its score has "
@@ -111,7 +112,7 @@ def _checked_folder(served: _Served, url: str) -> tuple[int | None, tuple[str, .
             f"{config.architecture} and leaves at its random start, so every reward is off by an unknown number. Serve it with: "
             f"python scripts/serve_reward_model.py {served.model}"
         )
-    return config.vocab_size, ()
+    return config, ()
 
 
 def _checked_tokenizer(served: _Served, url: str, policy_folder: str) -> tuple[str, ...]:
@@ -120,7 +121,7 @@ def _checked_tokenizer(served: _Served, url: str, policy_folder: str) -> tuple[s
     if not _readable(theirs):
         return (
             f"--rm-url {url}: its tokenizer {theirs} cannot be read from here, so it is not known whether its token ids mean what "
-            "the policy's do. If they do not, use --rm-input text",
+            "the policy's do, and one that it does not have would end the server. If they differ, use --rm-input text",
         )
     ours_by_id, theirs_by_id = _tokens(Path(policy_folder) / "tokenizer.json"), _tokens(theirs)
     differing = sorted(token for token, text in ours_by_id.items() if theirs_by_id.get(token) != text)

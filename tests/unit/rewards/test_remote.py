@@ -143,7 +143,7 @@ def test_remote_all_requests_end_within_the_time_of_the_call() -> None:
     assert "was not sent: the requests before it took the time of the call (--reward-timeout-s)" in unsent.reason
 
 
-def test_remote_nobody_listening_is_tried_again_until_somebody_does() -> None:
+def test_remote_nobody_listening_is_a_failure_after_the_last_attempt() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

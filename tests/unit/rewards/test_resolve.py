@@ -79,7 +79,7 @@ def test_resolve_reward_model_hands_on_what_its_server_told() -> None:
         spec = resolve_reward(RewardConfig(rm_type="reward_model", rm_url=service.url), policy_folder="model")
     assert dict(spec.arguments) == {
         "url": service.url, "api_key_file": None, "timeout_s": 27.0, "requests_s": 27.0, "max_attempts": 3, "sends": "ids",
-        "max_tokens": 119, "vocab_size": None,
+        "max_tokens": 124, "vocab_size": None,
     }  # fmt: skip
     assert len(spec.warnings) == 2
     assert import_problem(spec) == ""

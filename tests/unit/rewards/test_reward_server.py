@@ -56,7 +56,7 @@ def inspected(respond: Respond, policy: Path, *, sends: Sends = "ids", api_key: 
 
 @pytest.mark.parametrize("sends", ["ids", "text"])
 def test_inspect_whole_server_tells_its_limits_without_a_warning(whole: Path, saved: Path, sends: Sends) -> None:
-    assert inspected(sglang_answers(whole), saved, sends=sends) == RewardServer(max_tokens=121, vocab_size=100, warnings=())
+    assert inspected(sglang_answers(whole), saved, sends=sends) == RewardServer(max_tokens=126, vocab_size=100, warnings=())
 
 
 def test_inspect_folder_without_bias_is_refused_with_the_command_that_helps(saved: Path) -> None:
