@@ -33,7 +33,7 @@ setup(
     extras_require={
         "quickstart": ["glassllm==0.1.0", "vaderSentiment==3.3.2"],  # the model and the reward of the first run
         "gpu": ["transformer-engine[pytorch]>=2.5,<3"],
-        "sglang": ["sglang==0.5.23"],
+        "sglang": ["sglang==0.5.23", "aiohttp>=3.10,<4", "psutil>=6,<8"],  # psutil watches the servers' processes
         "tensorboard": ["tensorboard>=2.19,<3"],
         "wandb": ["wandb>=0.20,<1"],
         "test": [

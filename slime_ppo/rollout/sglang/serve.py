@@ -1,0 +1,64 @@
+"""The program of a server: `python -m slime_ppo.rollout.sglang.serve PARENT_PID ARGS...` runs SGLang's HTTP server with ARGS.
+
+It adds three things and nothing else:
+- on a CPU (`--device cpu`) the stand-ins. SGLang spawns its other processes, which import the main module, this one, again
+  under the name `__mp_main__`: that is how they get them;
+- the API key comes from an environment variable, since everybody on the machine can read the arguments of a process;
+- the whole process group ends when PARENT_PID, the process that owns the server, is no longer the parent.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+API_KEY_VARIABLE = "SLIME_PPO_SGLANG_API_KEY"
+_PARENT_POLL_S = 0.5
+
+
+def install_stand_ins(argv: Sequence[str]) -> object:
+    """What `argv` needs on its device; nothing on a GPU. Keep what is returned alive."""
+    if "cpu" not in [value for name, value in zip(argv, argv[1:], strict=False) if name == "--device"]:
+        return None
+    from slime_ppo.rollout.sglang import stand_ins
+
+    stand_ins.install_torchvision()
+    stand_ins.install_sgl_kernel()
+    return stand_ins.allow_seeds() if "--enable-deterministic-inference" in argv else None
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Kill this process group as soon as `parent_pid` is not our parent any more; looks every half second."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_POLL_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def main(parent_pid: int, arguments: Sequence[str]) -> None:
+    """Serve until stopped."""
+    end_with_parent(parent_pid)
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    api_key = os.environ.get(API_KEY_VARIABLE)
+    secret = [] if api_key is None else ["--api-key", api_key]
+    try:
+        run_server(prepare_server_args([*arguments, *secret]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    _KEPT = install_stand_ins(sys.argv)
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

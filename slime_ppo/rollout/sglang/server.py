@@ -1,0 +1,290 @@
+"""SGLang servers from the outside: started, watched and ended by us (LocalServer), or only used (ExternalServer).
+
+A server is a group of processes: HTTP (the main one), one scheduler for each rank, a detokenizer. When one of them dies,
+SGLang takes 6 s (scheduler) to 65 s (detokenizer) to end the others, so we watch all of them and end the group ourselves.
+Never asked is /health: it generates a token, and blocks while the server is paused.
+
+Security. A server executes what /update_weights_from_tensor unpickles, and its control calls need no password by default. So
+servers listen on loopback unless a host is given, another host needs an API key, the key is in every call of ours, and neither
+`ps` nor a log shows it.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import psutil
+
+from slime_ppo.errors import RolloutError
+from slime_ppo.rollout.sglang.serve import API_KEY_VARIABLE
+from slime_ppo.rollout.sglang.server_args import ServerSpec, server_command, server_environment
+
+_POLL_S = 0.5
+_READY_POLL_S = 0.1
+_END_TIMEOUT_S = 20.0
+_SHOWN_LOG_LINES = 15
+_SGLANG_TITLE = "sglang::"
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a started server answers, and how many ranks it has. `incarnation` counts the starts, from 1."""
+
+    url: str
+    tp_size: int
+    incarnation: int
+
+
+class Server(Protocol):
+    """One server's life. Calls come from one thread, except for `problem`."""
+
+    def start(self) -> ServerAddress:
+        """Start it and return when it has generated a token; nothing happens while it runs. Raises RolloutError."""
+        ...
+
+    def problem(self) -> str | None:
+        """Why it is dead, None while it lives."""
+        ...
+
+    def stop(self) -> None:
+        """End all its processes, return when they are gone. Nothing happens when there are none."""
+        ...
+
+
+class LocalServer:
+    """A server on this machine, in a process group of its own, with its output appended to `spec.log_file`."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self._spec = spec
+        self._incarnation = 0
+        self._address: ServerAddress | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem: str | None = "it has not been started"
+        self._ending = threading.Event()
+
+    def start(self) -> ServerAddress:
+        if self._address is not None and self.problem() is None:
+            return self._address
+        self.stop()
+        self._incarnation += 1
+        with _reserved_port(self._spec) as port:
+            url = f"http://{_reachable(self._spec.host)}:{port}"
+            process = self._launched(port)
+            try:
+                self._wait_until_it_generates(process, url, port)
+            except BaseException:
+                self.stop()
+                raise
+        self._problem, self._ending = None, threading.Event()
+        members = _members(process.pid)
+        threading.Thread(target=self._watch, args=(process, members, self._ending), name=f"watch-{url}", daemon=True).start()
+        self._address = ServerAddress(url, self._spec.tp_size, self._incarnation)
+        return self._address
+
+    def problem(self) -> str | None:
+        return self._problem
+
+    def stop(self) -> None:
+        self._ending.set()
+        process, self._process, self._address = self._process, None, None
+        if process is not None:
+            self._problem = "it was stopped"
+            _end_group(process)
+
+    def _launched(self, port: int) -> subprocess.Popen[bytes]:
+        spec = self._spec
+        environment = {**os.environ, **server_environment(spec)}
+        if spec.api_key is not None:
+            environment[API_KEY_VARIABLE] = spec.api_key
+        command = server_command(spec, port)
+        Path(spec.log_file).parent.mkdir(parents=True, exist_ok=True)
+        with open(spec.log_file, "ab") as log:
+            log.write(f"=== start {self._incarnation}: {' '.join(command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        return self._process
+
+    def _wait_until_it_generates(self, process: subprocess.Popen[bytes], url: str, port: int) -> None:
+        deadline = time.monotonic() + self._spec.start_timeout_s
+        while not _listens(process.pid, port):
+            if process.poll() is not None:
+                raise self._start_error(f"{_how_it_ended(process.returncode)} while starting")
+            if time.monotonic() > deadline:
+                raise self._start_error(f"was not ready after {self._spec.start_timeout_s:g} s")
+            time.sleep(_READY_POLL_S)
+        path, body = _first_request(self._spec)
+        try:
+            status, text = _call(url + path, body, self._spec.api_key, max(1.0, deadline - time.monotonic()))
+        except OSError as error:
+            raise self._start_error(f"listens and does not generate ({type(error).__name__}: {error})") from error
+        if status != 200:
+            raise self._start_error(f"answered the first {path} with {status}: {text}")
+
+    def _start_error(self, what: str) -> RolloutError:
+        return RolloutError(f"the SGLang server of {self._spec.hf_folder} {what}; {last_lines(self._spec.log_file)}")
+
+    def _watch(self, process: subprocess.Popen[bytes], members: Mapping[str, psutil.Process], ending: threading.Event) -> None:
+        while not ending.wait(_POLL_S):
+            found = _death(process, members)
+            if found is not None:
+                self._problem = f"{found}; {last_lines(self._spec.log_file)}"
+                _end_group(process)
+                return
+
+
+class ExternalServer:
+    """A server that somebody else starts and stops."""
+
+    def __init__(self, url: str, api_key: str | None, *, start_timeout_s: float = 60.0) -> None:
+        self._url = url.rstrip("/")
+        self._api_key = api_key
+        self._timeout_s = start_timeout_s
+        self._incarnation = 0
+
+    def start(self) -> ServerAddress:
+        deadline = time.monotonic() + self._timeout_s
+        while (problem := self.problem()) is not None:
+            if time.monotonic() > deadline:
+                raise RolloutError(f"no SGLang server at {self._url} after {self._timeout_s:g} s: {problem}")
+            time.sleep(_POLL_S)
+        status, text = _call(self._url + "/server_info", None, self._api_key, self._timeout_s)
+        if status != 200:
+            raise RolloutError(f"{self._url}/server_info answered {status}: {text}")
+        self._incarnation = self._incarnation or 1
+        return ServerAddress(self._url, int(json.loads(text)["tp_size"]), self._incarnation)
+
+    def problem(self) -> str | None:
+        try:
+            status, text = _call(self._url + "/model_info", None, self._api_key, 10.0)
+        except OSError as error:
+            return f"{self._url}/model_info: {type(error).__name__}: {error}"
+        return None if status == 200 else f"{self._url}/model_info answered {status}: {text}"
+
+    def stop(self) -> None:
+        """Nothing: it is not ours."""
+
+
+def last_lines(log_file: str, count: int = _SHOWN_LOG_LINES) -> str:
+    """The end of a server's log, for an error text."""
+    with contextlib.suppress(OSError):
+        lines = Path(log_file).read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        return f"the last lines of {log_file}:\n" + "\n".join(lines)
+    return f"{log_file} cannot be read"
+
+
+@contextlib.contextmanager
+def _reserved_port(spec: ServerSpec) -> Any:
+    """A port that is ours until the block ends: bound and not listening, which the server's own bind can share."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((spec.host, spec.port or 0))
+        except OSError as error:
+            raise RolloutError(
+                f"the SGLang server of {spec.hf_folder} cannot listen on {spec.host}:{spec.port}: {error.strerror}; "
+                "another program does, or the host is not an address of this machine"
+            ) from error
+        yield held.getsockname()[1]
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def _first_request(spec: ServerSpec) -> tuple[str, dict[str, Any]]:
+    if spec.is_reward_model:
+        return "/classify", {"input_ids": [1]}
+    return "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+
+
+def _call(url: str, body: Mapping[str, Any] | None, api_key: str | None, timeout_s: float) -> tuple[int, str]:
+    """Status and text of a GET, or a POST of `body`. Raises OSError."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+    headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    try:
+        connection.request("GET" if body is None else "POST", parts.path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether process `pid` itself listens on `port`: another server that answers there is not ours."""
+    with contextlib.suppress(psutil.Error):
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
+    return False
+
+
+def _members(pid: int) -> dict[str, psutil.Process]:
+    """SGLang's processes below the main one by what they call themselves: scheduler, detokenizer."""
+    children = psutil.Process(pid).children(recursive=True)
+    titles = {child: " ".join(child.cmdline()[:1]) for child in children}
+    return {title.strip(): child for child, title in titles.items() if title.startswith(_SGLANG_TITLE)}
+
+
+def _death(process: subprocess.Popen[bytes], members: Mapping[str, psutil.Process]) -> str | None:
+    """Which of the group's processes has died, and how; None while all live."""
+    for name, member in members.items():
+        if not _lives(member):
+            return f"its process {name} (pid {member.pid}) died"
+    if process.poll() is not None:
+        return f"its HTTP process (pid {process.pid}) {_how_it_ended(process.returncode)}"
+    return None
+
+
+def _lives(member: psutil.Process) -> bool:
+    try:
+        return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _how_it_ended(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    return f"was killed by {signal.Signals(-returncode).name}"
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the whole group, and wait until none of it is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_END_TIMEOUT_S)
+    _wait_until(lambda: not _group_lives(process.pid), _END_TIMEOUT_S)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

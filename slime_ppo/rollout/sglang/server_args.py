@@ -1,0 +1,113 @@
+"""What a server is started with: one spec, and the command line made of it."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+# `--context-length N` serves sequences of N - 2 tokens, and prompts that are shorter still by the response
+_CONTEXT_MARGIN = 3
+_MIN_CPU_KV_TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server: model, device and options. Picklable; `api_key` is not shown.
+
+    `port` None takes a free one at each start. `extra` are further flags of SGLang as (name, value or None for a switch).
+    `kv_tokens` is the size of the KV cache in tokens; None: what fits into GPU memory, on a CPU a number that suits tests.
+    """
+
+    hf_folder: str
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    max_positions: int
+    log_file: str
+    tp_size: int = 1
+    gpu_ids: tuple[int, ...] = ()
+    host: str = "127.0.0.1"
+    port: int | None = None
+    trust_remote_code: bool = False
+    fp32_lm_head: bool = False
+    deterministic: bool = False
+    random_seed: int = 0
+    api_key: str | None = field(default=None, repr=False)
+    is_reward_model: bool = False
+    num_threads: int = 1
+    kv_tokens: int | None = None
+    start_timeout_s: float = 900.0
+    extra: tuple[tuple[str, str | None], ...] = ()
+
+
+def server_command(spec: ServerSpec, port: int) -> list[str]:
+    """The command that serves `spec` on `port`; without the API key, which must not show in a list of processes."""
+    values = {**_common(spec, port), **(_cpu(spec) if spec.device == "cpu" else _cuda(spec))}
+    arguments = [part for name, value in values.items() for part in _flag(name, value)]
+    arguments += [part for name, value in spec.extra for part in _flag(name, True if value is None else value)]
+    return [sys.executable, "-m", "slime_ppo.rollout.sglang.serve", str(os.getpid()), *arguments]
+
+
+def server_environment(spec: ServerSpec) -> dict[str, str]:
+    """Variables that SGLang or its libraries read, without the API key."""
+    variables = {
+        "OMP_NUM_THREADS": str(spec.num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    if spec.device == "cpu":
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        if spec.tp_size > 1:
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = _thread_binding(spec.tp_size)
+    elif spec.gpu_ids:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpu_ids))
+    return variables
+
+
+def _thread_binding(tp_size: int) -> str:
+    """One core for each rank; without it SGLang wants a NUMA node for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+
+
+def _common(spec: ServerSpec, port: int) -> dict[str, str | bool]:
+    return {
+        "model_path": spec.hf_folder,
+        "host": spec.host,
+        "port": str(port),
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "tp_size": str(spec.tp_size),
+        "context_length": str(spec.max_positions + _CONTEXT_MARGIN),
+        "random_seed": str(spec.random_seed),
+        "trust_remote_code": spec.trust_remote_code,
+        "enable_fp32_lm_head": spec.fp32_lm_head,
+        "enable_deterministic_inference": spec.deterministic,
+        "is_embedding": spec.is_reward_model,
+        "grammar_backend": "none",
+        "log_level": "warning",
+        "sleep_on_idle": True,
+        "skip_server_warmup": True,
+    }
+
+
+def _cpu(spec: ServerSpec) -> dict[str, str | bool]:
+    kv_tokens = spec.kv_tokens or max(_MIN_CPU_KV_TOKENS, 2 * spec.max_positions)
+    return {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": "0.6",
+        "max_total_tokens": str(kv_tokens),
+    }
+
+
+def _cuda(spec: ServerSpec) -> dict[str, str | bool]:
+    kv_tokens: dict[str, str | bool] = {} if spec.kv_tokens is None else {"max_total_tokens": str(spec.kv_tokens)}
+    return {"enable_memory_saver": True, **kv_tokens}
+
+
+def _flag(name: str, value: str | bool) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag] if value else []
+    return [flag, value]
