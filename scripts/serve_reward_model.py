@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from slime_ppo.rollout.sglang.server import LocalServer
-from slime_ppo.rollout.sglang.server_args import ServerSpec, check_server_args
+from slime_ppo.rollout.sglang.server_args import ServerSpec
 
 from slime_ppo.errors import CheckpointError, ConfigError, SlimePpoError
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
@@ -73,8 +73,6 @@ def _spec(given: argparse.Namespace, folder: Path) -> ServerSpec:
     config = read_classifier_config(folder)
     if config.max_positions is None:
         raise CheckpointError(f"{given.folder}/config.json tells no max_position_embeddings, expected the longest input")
-    extra = tuple(_argument(text) for text in given.sglang)
-    check_server_args(extra, origin="--sglang")
     return ServerSpec(
         hf_folder=str(folder),
         dtype=saved_dtype(folder) if given.dtype == "auto" else given.dtype,
@@ -85,14 +83,9 @@ def _spec(given: argparse.Namespace, folder: Path) -> ServerSpec:
         max_positions=config.max_positions,
         api_key=None if given.api_key_file is None else read_api_key(given.api_key_file),
         is_reward_model=True,
-        extra=extra,
+        kv_tokens=given.kv_tokens,
         log_file=given.log_file,
     )
-
-
-def _argument(text: str) -> tuple[str, str | None]:
-    name, separator, value = text.partition("=")
-    return name, value if separator else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,9 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the model [1]")
     parser.add_argument("--api-key-file", metavar="FILE", help="file with a key that requests must carry (--rm-api-key-file)")
     parser.add_argument("--log-file", default="reward_model.log", metavar="FILE", help="what the server writes [reward_model.log]")
-    parser.add_argument(
-        "--sglang", action="append", default=[], metavar="NAME=VALUE", help="an option of SGLang's, as in mem-fraction-static=0.4"
-    )
+    parser.add_argument("--kv-tokens", type=int, help="size of the KV cache in tokens [what fits into GPU memory]")
     return parser
 
 

@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, key_file, log = make_tiny_classifier(home / "saved"), home / "key", home / "server.log"
     key_file.write_text("a-key-of-the-test", encoding="utf-8")
     command = [sys.executable, str(REPOSITORY / "scripts" / "serve_reward_model.py"), str(folder), "--device", "cpu"]
-    command += ["--api-key-file", str(key_file), "--log-file", str(log), "--sglang", "max-total-tokens=4096"]
+    command += ["--api-key-file", str(key_file), "--log-file", str(log), "--kv-tokens", "4096"]
     script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     assert script.stdout is not None
     lines: list[str] = []
