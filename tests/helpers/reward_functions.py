@@ -35,8 +35,13 @@ def by_metadata(inputs: Sequence[RewardInput]) -> object:
 
 def all_fields(inputs: Sequence[RewardInput]) -> list[float]:
     """1 for each input whose every field came through, else 0."""
-    expected = [("prompt 0", "xx", "label 0", {"wish": "-"}, "stop")]
-    return [float((item.prompt, item.response, item.label, item.metadata, item.finish.value) in expected) for item in inputs]
+    expected = ("prompt 0", "xx", "label 0", {"wish": "-"}, "stop", [4, 5, 6], [1, 1])
+    return [float(_fields(item) == expected) for item in inputs]
+
+
+def _fields(item: RewardInput) -> tuple[object, ...]:
+    ids = (item.prompt_ids.tolist(), item.response_ids.tolist())
+    return item.prompt, item.response, item.label, item.metadata, item.finish.value, *ids
 
 
 async def asynchronous(inputs: Sequence[RewardInput]) -> list[RewardResult]:

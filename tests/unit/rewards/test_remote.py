@@ -135,10 +135,10 @@ def test_remote_all_requests_end_within_the_time_of_the_call() -> None:
 
     with reward_service(respond) as service:
         start = time.monotonic()
-        slow, unsent = ask(service.url, 2, timeout_s=0.6, requests_s=0.6, concurrency=1, max_attempts=9)
+        slow, unsent = ask(service.url, 2, timeout_s=5.0, requests_s=0.6, concurrency=1, max_attempts=9)
         took_s = time.monotonic() - start
         woken.set()
-    assert took_s < 1.5
+    assert took_s < 3
     assert slow.reason == f"POST {service.url} got no answer within 0.6 s (attempt 1 of at most 9)"
     assert "was not sent: the requests before it took the time of the call (--reward-timeout-s)" in unsent.reason
 

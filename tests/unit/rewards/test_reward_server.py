@@ -77,6 +77,12 @@ def test_inspect_folder_that_cannot_be_read_is_a_warning(saved: Path, folder: st
     assert len(inspected(sglang_answers(folder), saved, sends="text").warnings) == 1
 
 
+def test_inspect_relative_folder_is_not_looked_for_here(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts from where the server was started."""
+    monkeypatch.chdir(saved.parent)
+    assert len(inspected(sglang_answers(saved.name), saved).warnings) == 2
+
+
 def test_inspect_other_tokenizer_is_refused_for_ids_and_fine_for_text(whole: Path, tmp_path: Path) -> None:
     policy = make_tiny_llama(tmp_path / "policy", vocab_size=102)
     text = (policy / "tokenizer.json").read_text(encoding="utf-8")

@@ -25,7 +25,9 @@ def sample(sample_id: int, wish: str = "-", response: str = "xx") -> Sample:
         sample_id=sample_id,
         group_id=sample_id,
         trajectory_id=sample_id,
-        prompt=Prompt(sample_id, f"prompt {sample_id}", np.ones(2, np.int32), label=f"label {sample_id}", metadata={"wish": wish}),
+        prompt=Prompt(
+            sample_id, f"prompt {sample_id}", np.array([4, 5, 6], np.int32), label=f"label {sample_id}", metadata={"wish": wish}
+        ),
         response_ids=np.ones(2, np.int32),
         response_text=response,
         rollout_log_probs=np.zeros(2, np.float32),
