@@ -53,6 +53,7 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.num_threads),
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime_ppo.rollout.sglang.served_models",
     }
     if spec.device == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
