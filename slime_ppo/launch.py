@@ -24,7 +24,7 @@ from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
 from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
 from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
-from slime_ppo.rewards.base import resolve_reward
+from slime_ppo.rewards.resolve import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RunInfo, Tracker
@@ -50,6 +50,7 @@ class RunInputs:
     eval_sets: tuple[EvalSet, ...]
     num_dropped: Mapping[str, int]
     rewards: RewardRunner
+    reward_warnings: tuple[str, ...]
     tracker: Tracker
 
 
@@ -68,7 +69,7 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             inputs = read_inputs(config, returns_support=launcher.returns_support)
             _open_logs(config)
             stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config), *_left_out(config, inputs))
+            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *_left_out(config, inputs))
             stack.enter_context(launcher)
             say(launcher.description)
             parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
@@ -114,6 +115,7 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     eval_sources = {name: _read_prompts(config, tokenizer, path, origin="--eval-prompt-data") for name, path in paths.items()}
     reward = config.reward
     prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
+    reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
     return RunInputs(
         tokenizer=tokenizer,
         vocab_size=shapes.actor.vocab_size,
@@ -124,13 +126,14 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
             **{paths[name]: source.num_dropped for name, source in eval_sources.items()},
         },
         rewards=RewardRunner(
-            resolve_reward(reward.rm_type, reward.custom_rm_path),
+            reward_spec,
             num_workers=reward.reward_num_workers,
             batch_size=reward.reward_batch_size,
             timeout_s=reward.reward_timeout_s,
             on_bad_sample=reward.on_bad_sample,
             log_file=Path(config.run.save) / "logs" / "reward.log",
         ),
+        reward_warnings=reward_spec.warnings,
         tracker=build_trackers(config.tracking),
     )
 

@@ -14,6 +14,7 @@ from slime_ppo.config.execution_checks import check_execution, check_execution_o
 from slime_ppo.config.fields import shown
 from slime_ppo.config.layout_checks import check_layout, check_layout_of_model
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.reward_checks import check_reward
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
 from slime_ppo.config.root import OPTION_BY_KEY, Config
@@ -32,7 +33,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
     for check in (
         _check_bounds,
         check_algorithm,
-        _check_reward,
+        check_reward,
         _check_sampler,
         check_engine,
         check_layout,
@@ -134,14 +135,6 @@ def _check_bounds(checked: Checked) -> None:
         spec = OPTION_BY_KEY[key]
         if not spec.admits(value):
             raise ConfigError(spec.refusal(shown(value) or "empty", checked.origin(key)))
-
-
-def _check_reward(checked: Checked) -> None:
-    if checked.config.reward.rm_type is None and checked.config.reward.custom_rm_path is None:
-        raise ConfigError(
-            f"no reward: {checked.cite('reward.rm_type')} and no --custom-rm-path. Name a built-in reward, or give your own as "
-            "--custom-rm-path package.module.function"
-        )
 
 
 def _check_sampler(checked: Checked) -> None:

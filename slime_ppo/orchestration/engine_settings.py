@@ -6,6 +6,7 @@ from typing import Any
 from slime_ppo.config.engine_checks import read_api_key, server_urls
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.root import Config
+from slime_ppo.errors import ConfigError
 from slime_ppo.parallel.worker_settings import DeviceKind
 from slime_ppo.rollout.sglang.engine import EngineSettings
 from slime_ppo.rollout.sglang.server import ExternalServer
@@ -14,7 +15,7 @@ from slime_ppo.weight_sync.base import WeightSync
 from slime_ppo.weight_sync.disk import DiskSync
 from slime_ppo.weight_sync.distributed import DistributedSync
 from slime_ppo.weight_sync.folder import served_tensors
-from slime_ppo.weight_sync.tensor import TensorSync
+from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
 
 
 def check_sglang(config: Config) -> None:
@@ -79,10 +80,19 @@ def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
     )
 
 
-def weight_sync(config: Config, source: Any, target: Any) -> WeightSync:
-    """The way that weights take in this run, from the actor's group to the engine."""
+def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind) -> WeightSync:
+    """The way that weights take in this run, from the actor's group to the engine. Raises ConfigError for one that the device
+    does not have."""
     rollout, path = config.rollout, config.weight_sync_path
     common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
+    on_shared_gpus = device == "cuda" and config.cluster.colocate and config.rollout.engine == "sglang"
+    if path == "distributed" and on_shared_gpus and config.sglang.server_urls is None:
+        raise ConfigError(
+            "--weight-sync distributed with --colocate: NCCL allows one process of a group on each GPU, and actor and servers "
+            "share theirs. Use tensor (auto), or disk"
+        )
+    if path == "tensor" and on_shared_gpus:
+        return SharedMemorySync(source, target, **common)
     if path == "distributed":
         return DistributedSync(source, target, **common)
     if path == "disk":

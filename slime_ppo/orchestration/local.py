@@ -270,7 +270,7 @@ class LocalLauncher:
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=weight_sync(config, groups["actor"], engine),
+            sync=weight_sync(config, groups["actor"], engine, device=device),
             check_alive=self._world.check_alive,
             side_by_side=None,
         )

@@ -72,7 +72,7 @@ class RayLauncher:
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=weight_sync(config, groups["actor"], engine),
+            sync=weight_sync(config, groups["actor"], engine, device=cluster.device),
             check_alive=lambda: check_alive(watched, where()),
             side_by_side=None if config.cluster.colocate else RaySideBySide(groups, timeout_s=timeout_s, watched=watched),
         )

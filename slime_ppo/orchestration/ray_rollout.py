@@ -67,6 +67,9 @@ class RayRolloutEngine:
         """`flat` is a reference to the bucket's bytes."""
         self._call("weight sync", "load_bucket", index, flat)
 
+    def load_shared(self, index: int, payloads: Sequence[str]) -> None:
+        self._call("weight sync", "load_shared", index, payloads)
+
     def receive_bucket(self, index: int) -> None:
         self._call("weight sync", "receive_bucket", index)
 

@@ -56,7 +56,7 @@ def test_scheduler_killed_in_mid_generation_gives_back_each_sample_once(
     assert noticed_s < NOTICED_S
     began = time.monotonic()
     _assert_serves_again(serving, tiny_folders[1], 2)
-    print(f"scheduler killed: noticed after {noticed_s:.2f} s, serving again {time.monotonic() - began:.1f} s later")
+    assert time.monotonic() - began < 120
 
 
 def test_detokenizer_killed_in_mid_generation_gives_back_each_sample_once(serving: SGLangEngine, mortal: LocalServer) -> None:

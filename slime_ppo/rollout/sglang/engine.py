@@ -173,6 +173,10 @@ class SGLangEngine:
         """Send a bucket's bytes to all servers. Raises WeightSyncError."""
         self._updates.load_bucket(index, flat)
 
+    def load_shared(self, index: int, payloads: Sequence[str]) -> None:
+        """Let every rank of the servers read a bucket from the GPU memory it shares with the trainer. Raises WeightSyncError."""
+        self._updates.load_shared(index, payloads)
+
     def receive_bucket(self, index: int) -> None:
         """Let all servers take part in one broadcast. Raises WeightSyncError."""
         self._updates.receive_bucket(index)
