@@ -46,7 +46,7 @@ def test_push_in_mid_generation_keeps_log_probs_of_each_span(
     requests = make_requests(NUM_SAMPLES, sampling)
     results = _pushed_meanwhile(engine, tiny_folders[1], requests)
     check_results(requests, results)
-    cut = [result for result in results if 0 < len(result.response_ids)]
+    cut = [result for result in results if len(result.response_ids) > 0]
     assert len(cut) == NUM_SAMPLES
     for request, result in zip(requests, results, strict=True):
         versions = [span.version for span in result.weight_versions]
