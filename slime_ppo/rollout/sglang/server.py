@@ -39,7 +39,8 @@ _ASK_TIMEOUT_S = 1.0
 _SILENCE_LIMIT_S = 30.0
 _READY_POLL_S = 0.1
 _END_TIMEOUT_S = 20.0
-_SHOWN_LOG_LINES = 15
+_SHOWN_LOG_LINES = 12
+_SHOWN_LINE_CHARS = 400
 _SGLANG_TITLE = "sglang::"
 
 
@@ -216,7 +217,7 @@ def last_lines(log_file: str, count: int = _SHOWN_LOG_LINES) -> str:
     """The end of a server's log, for an error text."""
     with contextlib.suppress(OSError):
         lines = Path(log_file).read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
-        return f"the last lines of {log_file}:\n" + "\n".join(lines)
+        return f"the last lines of {log_file}:\n" + "\n".join(line[:_SHOWN_LINE_CHARS] for line in lines)
     return f"{log_file} cannot be read"
 
 
