@@ -1,6 +1,5 @@
 """HTTP client of one SGLang server, for one event loop. Every failure names the server, the call and what came back."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -78,7 +77,7 @@ class ServerClient:
                 method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
             ) as answer:
                 status, content = answer.status, await answer.read()
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             raise ServerTimeout(self.url, path, timeout_s) from error
         except aiohttp.ClientError as error:
             raise ServerGone(self.url, path, f"{type(error).__name__}: {error}") from error
