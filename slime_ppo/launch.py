@@ -15,6 +15,7 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
+from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
@@ -71,7 +72,7 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             say(launcher.description)
             parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
             _claim_run_folder(config)
-            stack.callback(parts.sync.close)
+            stack.callback(parts.engine.sync.close)
             stack.callback(parts.tracker.close)
             parts.tracker.start(_run_info(config))
             PpoTrainer(config, parts).run()
@@ -194,19 +195,22 @@ def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher
 
 
 def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> TrainerParts:
-    tenants: dict[str, Tenant] = {"rollout": RolloutTenant(roles.engine)}
+    tenants: dict[str, Tenant] = {ROLLOUT: RolloutTenant(roles.engine)}
     tenants.update({str(role): group for role, group in roles.groups.items()})
+    turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
+    keeper = EngineKeeper(turns, roles.sync, roles.engine, clock, attempts=config.push_attempts)
     return TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
-        turns=DeviceTurns(tenants, offload=config.offloads, on_time=clock.add),
-        sync=roles.sync,
+        turns=turns,
+        engine=keeper,
         samples=SampleBuilder(
             engine=roles.engine,
             tokenizer=inputs.tokenizer,
             run_seed=config.run.seed,
             vocab_size=inputs.vocab_size,
             mask_truncated=config.ppo.truncation_policy == "mask",
+            restore=keeper.restore,
         ),
         rewards=inputs.rewards,
         prompts=inputs.prompts,

@@ -20,6 +20,7 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.source import DataSource
 from slime_ppo.errors import NumericsError, RewardError
+from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.parallel.cp_map import CpMap
@@ -43,7 +44,6 @@ from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import Prompt, Sample, SamplingParams
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
-from slime_ppo.weight_sync.base import WeightSync
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class TrainerParts:
     actor: TrainGroup
     critic: TrainGroup | None
     turns: DeviceTurns
-    sync: WeightSync
+    engine: EngineKeeper
     samples: SampleBuilder
     rewards: RewardRunner
     prompts: DataSource
@@ -69,19 +69,18 @@ class TrainerParts:
 
 
 class PpoTrainer:
-    """Runs `num_rollout` iterations. State of its own: weight versions, beta, and runs of skipped steps."""
+    """Runs `num_rollout` iterations. State of its own: the weight version, beta, and runs of skipped steps."""
 
     def __init__(self, config: Config, parts: TrainerParts) -> None:
         self.config = config
         self.parts = parts
         self.kl = _kl_controller(config)
         self.version = 0
-        self.pushed_version = -1
         self.skipped_in_a_row: dict[RoleName, int] = {"actor": 0, "critic": 0}
 
     def run(self) -> None:
         """All iterations, then the final weights."""
-        self.parts.sync.connect()
+        self.parts.engine.connect()
         for rollout_id in range(self.config.run.num_rollout):
             self.iterate(rollout_id)
         if self.config.model.save_hf:
@@ -92,7 +91,7 @@ class PpoTrainer:
         parts, clock, ppo = self.parts, self.parts.clock, self.config.ppo
         clock.start_rollout(rollout_id)
         trains_actor = rollout_id >= ppo.num_critic_only_steps
-        self.push_weights()
+        parts.engine.push(self.version)
         metrics = self.evaluate(rollout_id) if self._evaluation_due(rollout_id) else {}
         samples = self.collect(rollout_id)
         batch = RolloutBatch.from_samples(rollout_id, samples)
@@ -115,7 +114,7 @@ class PpoTrainer:
         self.version += any(not is_skipped(step) for step in actor_steps)
 
         if rollout_id == self.config.run.num_rollout - 1 and parts.heldout:
-            self.push_weights()
+            parts.engine.push(self.version)
             metrics |= self.evaluate(rollout_id)
         metrics |= batch_metrics(batch) | stage_metrics(log_prob_stats, advantage_stats)
         metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.kl.beta}
@@ -134,14 +133,6 @@ class PpoTrainer:
         if self.parts.critic is not None:
             self.parts.turns.take("critic")
             self.parts.critic.save_hf(self.config.role("critic").save_folder)
-
-    def push_weights(self) -> None:
-        """The actor's weights into the engine; afterwards the engine alone is awake."""
-        parts = self.parts
-        if parts.turns.is_awake("rollout") and self.pushed_version == self.version:
-            return
-        with parts.turns.together("actor", "rollout"), parts.clock.phase("weight sync"):
-            self.pushed_version = parts.sync.push(self.version)
 
     def collect(self, rollout_id: int) -> list[Sample]:
         """The rollout's samples with their rewards; bad ones are an error or left out (--on-bad-sample)."""

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 
 from slime_ppo.config.algorithm_checks import check_algorithm
 from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.engine_checks import check_engine
 from slime_ppo.config.execution_checks import check_execution, check_execution_of_model
 from slime_ppo.config.fields import shown
 from slime_ppo.config.layout_checks import check_layout, check_layout_of_model
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName, RoleSettings
+from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
 from slime_ppo.config.root import OPTION_BY_KEY, Config
 from slime_ppo.config.transformer_impl import check_transformer_impl
 from slime_ppo.config.unused import unused_options
@@ -32,6 +34,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         check_algorithm,
         _check_reward,
         _check_sampler,
+        check_engine,
         check_layout,
         check_execution,
         _check_transformer_impl,
@@ -97,6 +100,12 @@ def config_warnings(config: Config) -> tuple[str, ...]:
         warnings.append(
             f"--policy-loss gspo with --loss-reduction {config.ppo.reduction}: the objective of its paper is the mean over samples "
             "of the token mean (seq-mean-token-mean, its default)"
+        )
+    if config.rollout.sets_top_k:
+        warnings.append(
+            f"--rollout-top-k {SGLANG_MAX_TOP_K} is set: SGLang returns the support of a restricted sampler only with a finite "
+            "top-k, "
+            "and this is the largest"
         )
     warnings += [
         f"{Checked(config, {}, config.values()).cite(key)} has no effect: it is used only with {needed}"

@@ -4,6 +4,8 @@ Order, the later wins: default, `--config` files left to right, flags. Everythin
 """
 
 import argparse
+import difflib
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from slime_ppo.config.root import OPTIONS, SECTIONS, Config
 from slime_ppo.config.yaml_file import Setting, read_config_file
 from slime_ppo.errors import ConfigError, SlimePpoError
 
+_SERVER_PREFIX = "--sglang-"
+_SERVER_ARGS = "sglang.server_args"
 _GLOBAL_FLAGS = ("--config", "--print-config", "--dry-run", "--help")
 
 
@@ -34,9 +38,12 @@ def parse_config(argv: Sequence[str]) -> ParsedCommand:
     Raises ConfigError. `--help` prints to stdout and raises SystemExit(0), as argparse does.
     """
     parsed, extras = _parser().parse_known_args(list(argv))
+    server_args, extras = _server_args(extras)
     if extras:
         raise ConfigError(_unknown_argument(extras[0]))
     given: dict[str, Any] = vars(parsed)
+    if server_args:
+        given[_SERVER_ARGS] = f"{given.get(_SERVER_ARGS, '')} {shlex.join(server_args)}".strip()
     files = [path for group in given["config"] or () for path in group]
     settings = [setting for path in files for setting in read_config_file(path)]
     settings += [_flag_setting(spec, given[spec.key]) for spec in OPTIONS if spec.key in given]
@@ -110,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         usage="%(prog)s [--config YAML ...] [--flag value ...]",
         description="Train a language model by PPO: a Megatron actor and critic and a rollout engine, on Ray or torchrun.",
-        epilog="Values come from the defaults, then from --config files left to right, then from flags. Paths are relative to "
+        epilog="--sglang-name value, for a name that is none of ours, goes to SGLang's servers as --name value. "
+        "Values come from the defaults, then from --config files left to right, then from flags. Paths are relative to "
         "the current directory. In YAML an option is a key of its section: the group it is listed under here.",
         allow_abbrev=False,
         formatter_class=_help_formatter,
@@ -154,6 +162,22 @@ def _flag_setting(spec: OptionSpec, text: str) -> Setting:
     if not spec.admits(value):
         raise ConfigError(spec.refusal(shown(value) or "empty", origin))
     return Setting(spec, value, origin)
+
+
+def _server_args(extras: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments for SGLang's servers among those that no option has, and what remains. `--sglang-name value` is their
+    `--name value`; one that is close to an option of our own is a mistake in that."""
+    own = [spec.flag for spec in OPTIONS if spec.section == "sglang"]
+    found: list[str] = []
+    remaining: list[str] = []
+    for word in extras:
+        if word.startswith(_SERVER_PREFIX) and not difflib.get_close_matches(word.split("=", 1)[0], own, n=1, cutoff=0.9):
+            found.append("--" + word.removeprefix(_SERVER_PREFIX))
+        elif found and not remaining and not word.startswith("--") and found[-1].startswith("--"):
+            found.append(word)
+        else:
+            remaining.append(word)
+    return found, remaining
 
 
 def _unknown_argument(argument: str) -> str:

@@ -10,11 +10,29 @@ _SUPPORT_OF_ONE = (
 )
 
 
+SGLANG_MAX_TOP_K = 4096
+"""SGLang's --sampling-mask-max-tokens: most tokens in a support that it returns."""
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """The engine and its sampler."""
 
-    engine: Literal["embedded"] = option("embedded", flag="--rollout-engine", help="what generates the responses")
+    engine: Literal["embedded", "sglang"] = option(
+        "embedded",
+        flag="--rollout-engine",
+        help="what generates the responses: embedded = transformers in one process, for small models; sglang = SGLang's servers",
+    )
+    rollout_num_gpus: int | None = option(
+        None,
+        help="devices (CPU slots without GPUs) of all SGLang engines",
+        unit="devices",
+        default_text="all shared ones with --colocate, else one engine",
+        at_least=1,
+    )
+    rollout_num_gpus_per_engine: int = option(
+        1, help="devices of each SGLang engine, its tensor-parallel size", unit="devices per engine", at_least=1
+    )
     rollout_batch_size: int = option(128, help="prompts per rollout", unit="prompts", at_least=1)
     n_samples_per_prompt: int = option(1, help="responses sampled for each prompt", unit="samples per prompt", at_least=1)
     rollout_max_response_len: int = option(16, help="a response is cut after this many tokens", unit="tokens", at_least=1)
@@ -41,6 +59,19 @@ class RolloutConfig:
         unit="nats",
         at_least=0,
     )
+    weight_sync: Literal["auto", "tensor", "distributed", "disk"] = option(
+        "auto",
+        help="how weights reach the engine: tensor = through memory (CUDA IPC on shared GPUs); distributed = a process group of "
+        "the "
+        "actor's first rank and the servers; disk = a folder that both see. auto = tensor on shared devices, else distributed",
+    )
+    weight_sync_timeout_s: float = option(
+        300.0, help="a server that takes longer for one bucket of weights counts as hung", unit="seconds", above=0
+    )
+    weight_sync_folder: str | None = option(None, help="where --weight-sync disk writes", default_text="<save>/weight_sync")
+    check_weight_update_equal: Literal["first", "always", "never"] = option(
+        "first", help="which pushes are checked: the engine's checksums against the trainer's weights"
+    )
     weight_bucket_bytes: int = option(
         64 * 1024 * 1024,
         help="weights reach the engine in buckets of this size; at most half of a local object store",
@@ -55,8 +86,14 @@ class RolloutConfig:
 
     @property
     def sampler_top_k(self) -> int:
-        """top-k with off as 0."""
-        return max(self.rollout_top_k, 0)
+        """top-k with off as 0. SGLang returns supports only with a finite one: it is the most that it allows then."""
+        given = max(self.rollout_top_k, 0)
+        return SGLANG_MAX_TOP_K if self.sets_top_k else given
+
+    @property
+    def sets_top_k(self) -> bool:
+        """True when the engine demands a top-k that was not given."""
+        return self.engine == "sglang" and self.restricted and self.rollout_top_k <= 0
 
     @property
     def restricted(self) -> bool:
@@ -68,7 +105,7 @@ class RolloutConfig:
         """The options that restrict the sampler."""
         on = {
             "rollout_top_p": self.rollout_top_p < 1,
-            "rollout_top_k": self.sampler_top_k > 0,
+            "rollout_top_k": self.rollout_top_k > 0,
             "rollout_min_p": self.rollout_min_p > 0,
         }
         return tuple(name for name, restricts in on.items() if restricts)

@@ -21,6 +21,7 @@ from slime_ppo.config.reward import RewardConfig
 from slime_ppo.config.roles import ROLE_NAMES, RoleName, RoleSettings
 from slime_ppo.config.rollout import RolloutConfig
 from slime_ppo.config.run import RunConfig
+from slime_ppo.config.sglang import SglangConfig
 from slime_ppo.config.tracking import TrackingConfig
 
 Number = TypeVar("Number", int, float)
@@ -37,6 +38,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sglang: SglangConfig = field(default_factory=SglangConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -87,12 +89,52 @@ class Config:
     @property
     def bundles(self) -> dict[str, range]:
         """The bundles (one device or CPU slot each) of every tenant, its first process in the first: all tenants from bundle 0 on,
-        or with --no-colocate one behind the other. The rollout engine is one process."""
-        sizes = {**{str(role): self.role(role).num_ranks for role in self.roles}, "rollout": 1}
+        or with --no-colocate one behind the other."""
+        sizes = {**{str(role): self.role(role).num_ranks for role in self.roles}, "rollout": self.num_rollout_devices}
         if self.cluster.colocate:
             return {tenant: range(size) for tenant, size in sizes.items()}
         ends = accumulate(sizes.values())
         return {tenant: range(end - sizes[tenant], end) for tenant, end in zip(sizes, ends, strict=True)}
+
+    @property
+    def num_rollout_devices(self) -> int:
+        """Devices of the rollout engines, default resolved: one for the embedded engine, or for the client of servers that others
+        have started."""
+        rollout = self.rollout
+        if rollout.engine == "embedded" or self.sglang.server_urls is not None:
+            return 1
+        if rollout.rollout_num_gpus is not None:
+            return rollout.rollout_num_gpus
+        per_engine = rollout.rollout_num_gpus_per_engine
+        shared = max(self.role(role).num_ranks for role in self.roles) if self.cluster.colocate else per_engine
+        return max(shared - shared % per_engine, per_engine)
+
+    @property
+    def engine_bundles(self) -> list[range]:
+        """The bundles of each SGLang engine that the run starts."""
+        if self.rollout.engine == "embedded" or self.sglang.server_urls is not None:
+            return []
+        places, size = self.bundles["rollout"], self.rollout.rollout_num_gpus_per_engine
+        return [range(first, first + size) for first in places[::size]]
+
+    @property
+    def weight_sync_path(self) -> str:
+        """--weight-sync, auto resolved."""
+        if self.rollout.weight_sync != "auto":
+            return self.rollout.weight_sync
+        shares = self.rollout.engine == "embedded" or (self.cluster.colocate and self.sglang.server_urls is None)
+        return "tensor" if shares else "distributed"
+
+    @property
+    def weight_sync_folder(self) -> str:
+        """--weight-sync-folder, default resolved."""
+        given = self.rollout.weight_sync_folder
+        return f"{self.run.save.rstrip('/')}/weight_sync" if given is None else given
+
+    @property
+    def push_attempts(self) -> int:
+        """Times that a push of weights is tried: an engine in a process of the run's own fails for good."""
+        return 1 if self.rollout.engine == "embedded" else self.sglang.max_attempts
 
     @property
     def num_bundles(self) -> int:

@@ -23,6 +23,10 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
         yield "optimizer.lr_decay_iters", "--lr-decay-style linear or cosine"
     if config.model.dtype == "float32":
         yield "model.fp32_lm_head", "--dtype bfloat16"
+    if config.rollout.engine != "sglang":
+        for spec in OPTIONS:
+            if spec.section == "sglang":
+                yield spec.key, "--rollout-engine sglang"
     if not config.tracking.use_wandb:
         yield "tracking.wandb_project", "--use-wandb"
         yield "tracking.wandb_mode", "--use-wandb"

@@ -155,6 +155,12 @@ class LocalTrainGroup:
     def publish_hf(self, folder: str) -> None:
         check_first(self._call("weights to a folder", "publish_hf", self.role, os.path.abspath(folder), self._bucket_bytes))
 
+    def share_bucket(self, bucket: Bucket) -> list[str]:
+        return self._call("weights in shared memory", "share_bucket", self.role, bucket)
+
+    def release_shared(self) -> None:
+        self._call("shared memory", "release_shared", self.role)
+
     def meet_engine(self, num_engine_ranks: int) -> Meeting:
         arguments = (self.role, num_engine_ranks, self._sync_host, self._sync_timeout_s)
         meeting: Meeting = self._call("meeting the engine", "meet_engine", *arguments)[0]

@@ -163,6 +163,12 @@ class LocalRank:
     def publish_hf(self, role: RoleName, folder: str, bucket_bytes: int) -> str | None:
         return self._roles[role].publish_hf(folder, bucket_bytes)
 
+    def share_bucket(self, role: RoleName, bucket: Bucket) -> str:
+        return self._roles[role].share_bucket(bucket)
+
+    def release_shared(self, role: RoleName) -> None:
+        self._roles[role].release_shared()
+
     def meet_engine(self, role: RoleName, num_engine_ranks: int, host: str, timeout_s: float) -> Meeting | None:
         return self._roles[role].meet_engine(num_engine_ranks, host=host, timeout_s=timeout_s)
 

@@ -43,6 +43,7 @@ class RankRole:
         self._actor: ActorRole | None = None
         self._exporter: WeightExporter | None = None
         self._engine_group: EngineGroup | None = None
+        self._shared: torch.Tensor | None = None
 
     def start_actor(self, settings: WorkerSettings, ppo: PpoConfig, correction: CorrectionConfig, temperature: float) -> None:
         """Join the other ranks and build the policy."""
@@ -110,6 +111,17 @@ class RankRole:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def share_bucket(self, bucket: Bucket) -> str:
+        """The bucket's bytes in this rank's GPU memory, as a server on the same GPU is told of them."""
+        from slime_ppo.rollout.sglang.payload import ipc_payload
+
+        self._shared = _flat(bucket, self._weights.gather(bucket))
+        return ipc_payload(bucket, self._shared)
+
+    def release_shared(self) -> None:
+        """Free what share_bucket holds."""
+        self._shared = None
+
     def meet_engine(self, num_engine_ranks: int, *, host: str, timeout_s: float) -> Meeting | None:
         """Where rank 0 and the servers can form a group; `host` is how they reach this node. None on other ranks."""
         if not self._is_first:
@@ -121,13 +133,14 @@ class RankRole:
 
     def join_engine(self, meeting: Meeting) -> str | None:
         """Form the group on rank 0: what went wrong, or None."""
-        return _problem(lambda: self._engine_group.join(meeting)) if self._engine_group is not None else None
+        group = self._engine_group
+        return _problem(lambda: group.join(meeting)) if group is not None else None
 
     def broadcast_bucket(self, bucket: Bucket) -> str | None:
         """Gather the bucket on all ranks and broadcast it from rank 0: what went wrong with the servers, or None."""
         tensors = self._weights.gather(bucket)
         group = self._engine_group
-        return _problem(lambda: _broadcast(bucket, tensors, group)) if group is not None else None
+        return _problem(lambda: group.broadcast(_flat(bucket, tensors))) if group is not None else None
 
     def leave_engine(self) -> None:
         """Leave the group of rank 0 and the servers, if there is one."""
@@ -157,13 +170,13 @@ class RankRole:
         self._exporter = WeightExporter(self._role.models, self._role.table, self._role.layout)
 
 
-def _broadcast(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]", group: EngineGroup) -> None:
+def _flat(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+    """The bucket's bytes, uint8 [num_bytes], where the tensors are."""
     import torch
 
-    device = next(iter(tensors.values())).device
-    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     fill_bucket(bucket, tensors, flat)
-    group.broadcast(flat)
+    return flat
 
 
 def _problem(action: Callable[[], None]) -> str | None:

@@ -114,6 +114,12 @@ class RayTrainGroup:
         answers = [rank.publish_hf.remote(target, self._bucket_bytes) for rank in self.ranks]
         check_first(self._gather(answers, "weights to a folder"))
 
+    def share_bucket(self, bucket: Bucket) -> list[str]:
+        return self._gather([rank.share_bucket.remote(bucket) for rank in self.ranks], "weights in shared memory")
+
+    def release_shared(self) -> None:
+        self._gather([rank.release_shared.remote() for rank in self.ranks], "shared memory")
+
     def meet_engine(self, num_engine_ranks: int) -> Meeting:
         answers = [rank.meet_engine.remote(num_engine_ranks, self._sync_timeout_s) for rank in self.ranks]
         meeting: Meeting = self._gather(answers, "meeting the engine")[0]

@@ -147,6 +147,14 @@ class RankProcess(Process):
         return self._rank.publish_hf(folder, bucket_bytes)
 
     @_logged
+    def share_bucket(self, bucket: Bucket) -> str:
+        return self._rank.share_bucket(bucket)
+
+    @_logged
+    def release_shared(self) -> None:
+        self._rank.release_shared()
+
+    @_logged
     def meet_engine(self, num_engine_ranks: int, timeout_s: float) -> Meeting | None:
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         return self._rank.meet_engine(num_engine_ranks, host=host, timeout_s=timeout_s)

@@ -46,6 +46,14 @@ class DeviceTurns:
         yield
         self._offload_all_but({second})
 
+    def renew(self, name: str) -> None:
+        """Make `name` the only tenant that is awake, and take it through a sleep of its own: what has died in it starts anew, with
+        the devices to itself. Also where nothing is offloaded otherwise."""
+        self._offload_all_but({name})
+        self._change("offload", name, self.tenants[name].offload)
+        self._change("wake", name, self.tenants[name].wake)
+        self.awake.add(name)
+
     def _wake(self, name: str) -> None:
         if name not in self.awake:
             self._change("wake", name, self.tenants[name].wake)

@@ -1,6 +1,6 @@
 """Prompts in, rewarded samples out: one rollout's requests, answers and rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,8 @@ class SampleBuilder:
     """How prompts become samples.
 
     `mask_truncated`: a response cut by length trains on no token (--truncation-policy mask). Aborted answers never train:
-    they are left out and counted by the caller.
+    they are left out and counted by the caller. `restore` brings an engine that was lost back with the same weights, and is False
+    when it was not lost; it raises when there is no hope.
     """
 
     engine: RolloutEngine
@@ -26,6 +27,7 @@ class SampleBuilder:
     run_seed: int
     vocab_size: int
     mask_truncated: bool
+    restore: Callable[[], bool]
 
     def generate(
         self, rollout_id: int, prompts: Sequence[Prompt], sampling: SamplingParams, *, n_samples_per_prompt: int, purpose: str
@@ -33,7 +35,7 @@ class SampleBuilder:
         """`n_samples_per_prompt` answers to each prompt, in prompt order; answers to one prompt form a group.
 
         A sample's random numbers depend on (run seed, rollout, sample, purpose) alone (SEMANTICS 14). Raises RolloutError
-        when the engine breaks its contract.
+        when the engine breaks its contract. What an engine that was lost did not finish is asked again, from the beginning.
         """
         first = rollout_id * len(prompts)
         requests, owners = [], []
@@ -43,10 +45,22 @@ class SampleBuilder:
                 seed = derive_seed(self.run_seed, rollout_id, sample_id, 0, purpose)
                 requests.append(GenerateRequest(sample_id, prompt.token_ids, seed, sampling))
                 owners.append((group, prompt))
-        results = self.engine.generate(requests)
-        check_results(requests, results)
+        results = self._answers(requests)
         self._check_supports(results)
         return [self._sample(group, prompt, result) for (group, prompt), result in zip(owners, results, strict=True)]
+
+    def _answers(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        results = self.engine.generate(requests)
+        check_results(requests, results)
+        unfinished = [place for place, result in enumerate(results) if result.finish is FinishReason.ABORT]
+        while unfinished and self.restore():
+            again = [requests[place] for place in unfinished]
+            answers = self.engine.generate(again)
+            check_results(again, answers)
+            for place, answer in zip(unfinished, answers, strict=True):
+                results[place] = answer
+            unfinished = [place for place in unfinished if results[place].finish is FinishReason.ABORT]
+        return results
 
     def _sample(self, group_id: int, prompt: Prompt, result: GenerateResult) -> Sample:
         masked = self.mask_truncated and result.finish is FinishReason.LENGTH

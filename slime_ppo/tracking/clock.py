@@ -34,7 +34,8 @@ def run_phases(*, has_critic: bool, side_by_side: bool) -> tuple[str, ...]:
 
 
 class RunClock:
-    """Phases do not nest; what lies between them is reported as "other". `where` names the present place for messages."""
+    """What lies between phases is reported as "other". A phase inside another is taken out of the outer one's time, so that all
+    together are the rollout's. `where` names the present place for messages."""
 
     def __init__(self, phases: Sequence[str] = PHASES) -> None:
         self._phases = tuple(phases)
@@ -42,6 +43,8 @@ class RunClock:
         self._started = time.perf_counter()
         self.where = "start-up"
         self._rollout = "start-up"
+        self._open: list[str] = []
+        self._counted = 0.0  # seconds counted so far, by whatever phase
 
     def start_rollout(self, rollout_id: int) -> None:
         """Begin counting anew."""
@@ -53,10 +56,14 @@ class RunClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time one phase. After a failure inside, `where` still names it."""
         self.where = f"{self._rollout}, {name}"
-        start = time.perf_counter()
-        yield
-        self.add(name, time.perf_counter() - start)
-        self.where = self._rollout
+        self._open.append(name)
+        start, counted = time.perf_counter(), self._counted
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self.add(name, time.perf_counter() - start - (self._counted - counted))
+        self.where = ", ".join([self._rollout, *self._open[-1:]])
 
     @contextmanager
     def both_train(self) -> Iterator[Callable[[str], None]]:
@@ -78,6 +85,7 @@ class RunClock:
     def add(self, name: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._counted += seconds
 
     def phases(self) -> dict[str, float]:
         """Seconds per phase of this rollout in the order given, "other" last; together they are the rollout's time."""

@@ -53,6 +53,17 @@ class WeightSource(Protocol):
         ...
 
 
+class SharingSource(WeightSource, Protocol):
+    """A trainer on the engine's GPUs."""
+
+    def share_bucket(self, bucket: Bucket) -> list[str]:
+        """By rank, how the engine's processes on the same GPU find the bucket's bytes. They stay until the next call, or
+        `release_shared`."""
+        ...
+
+    def release_shared(self) -> None: ...
+
+
 class BroadcastSource(WeightSource, Protocol):
     """A trainer that can meet an engine in a process group. A group that breaks is a WeightSyncError and ends no rank."""
 
@@ -101,6 +112,12 @@ class TensorTarget(WeightTarget, Protocol):
     """An engine that takes bytes."""
 
     def load_bucket(self, index: int, flat: Any) -> None: ...
+
+
+class SharingTarget(WeightTarget, Protocol):
+    """An engine on the trainer's GPUs."""
+
+    def load_shared(self, index: int, payloads: Sequence[str]) -> None: ...
 
 
 class BroadcastTarget(WeightTarget, Protocol):

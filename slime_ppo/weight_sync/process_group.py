@@ -56,8 +56,10 @@ class EngineGroup:
     def join(self, meeting: Meeting) -> None:
         """Returns when all ranks of the meeting have joined."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-        from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+        from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
+        if self._store is None:
+            raise WeightSyncError("servers were to be joined without a meeting")
         # an NCCL group gives up after us: the end it makes is that of the process
         timeout = self._timeout(1 if self._device == "cpu" else 10)
         with (
@@ -70,7 +72,7 @@ class EngineGroup:
                 [],
                 Backend(meeting.backend),
                 PrefixStore(meeting.group_name, self._store),
-                group_name=meeting.group_name,
+                group_name=GroupName(meeting.group_name),
                 backend_options=None,
                 timeout=timeout,
             )

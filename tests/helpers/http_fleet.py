@@ -5,26 +5,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from slime_ppo.errors import RolloutError
-
-
-@dataclass(frozen=True)
-class Address:
-    url: str
-    tp_size: int
-    incarnation: int = 1
+from slime_ppo.rollout.sglang.server import ServerAddress
 
 
 class HttpFleet:
     """`Fleet` of servers whose addresses a test may exchange."""
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
+    def __init__(self, addresses: Sequence[ServerAddress]) -> None:
         self.current = list(addresses)
 
-    def addresses(self) -> Sequence[Address]:
+    def addresses(self) -> Sequence[ServerAddress]:
         return self.current
 
     def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:

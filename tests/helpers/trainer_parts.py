@@ -11,6 +11,7 @@ import numpy as np
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
+from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
@@ -268,17 +269,20 @@ class Parts:
         tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
         prompts: Any = self.prompts
+        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
+        keeper = EngineKeeper(turns, RecordingSync(self.journal, self.engine), self.engine, clock, attempts=1)
         return TrainerParts(
             actor=self.actor,
             critic=self.critic if has_critic else None,
-            turns=DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add),
-            sync=RecordingSync(self.journal, self.engine),
+            turns=turns,
+            engine=keeper,
             samples=SampleBuilder(
                 engine=self.engine,
                 tokenizer=tokenizer,
                 run_seed=self.config.run.seed,
                 vocab_size=100,
                 mask_truncated=self.config.ppo.truncation_policy == "mask",
+                restore=keeper.restore,
             ),
             rewards=rewards,
             prompts=prompts,

@@ -30,6 +30,7 @@ from slime_ppo.orchestration.local_ranks import LocalRank, RankChannel  # noqa: 
 from slime_ppo.orchestration.local_world import LocalWorld, RankStart  # noqa: E402
 from slime_ppo.parallel.worker_settings import STANDING_GROUP  # noqa: E402
 from slime_ppo.rollout.engine import NO_VERSION, EnginePart  # noqa: E402
+from slime_ppo.rollout.sglang.server import ServerAddress  # noqa: E402
 from slime_ppo.rollout.sglang.updates import ServerUpdates, UpdateSettings  # noqa: E402
 from slime_ppo.weight_sync.base import Meeting, WeightSync  # noqa: E402
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, plan_buckets  # noqa: E402
@@ -38,7 +39,7 @@ from slime_ppo.weight_sync.distributed import DistributedSync  # noqa: E402
 from slime_ppo.weight_sync.folder import served_tensors  # noqa: E402
 from slime_ppo.weight_sync.tensor import TensorSync  # noqa: E402
 from tests.dist.backends.cases import Case  # noqa: E402
-from tests.helpers.http_fleet import Address, HttpFleet  # noqa: E402
+from tests.helpers.http_fleet import HttpFleet  # noqa: E402
 
 BUCKET_BYTES = 100_000
 Checksums = list[list[dict[str, str]]]
@@ -57,7 +58,7 @@ class TestedRank(LocalRank):
 class Target:
     """ServerUpdates as an engine offers them to a sync."""
 
-    def __init__(self, addresses: Sequence[Address], folder: str, *, timeout_s: float) -> None:
+    def __init__(self, addresses: Sequence[ServerAddress], folder: str, *, timeout_s: float) -> None:
         self.fleet = HttpFleet(addresses)
         settings = UpdateSettings(served_tensors(folder, "float32"), ModelShape.from_hf_folder(folder), "cpu", timeout_s)
         self.updates = ServerUpdates(self.fleet, settings)
@@ -105,7 +106,7 @@ class Setup:
     """Ranks of `case`, and the servers that they push to, which serve `case.actor_folder`'s shape."""
 
     case: Case
-    addresses: tuple[Address, ...]
+    addresses: tuple[ServerAddress, ...]
     scratch: str
     timeout_s: float = 60.0
 
@@ -228,7 +229,7 @@ def _failed_push(driver: Driver, sync: WeightSync, version: int) -> tuple[str, f
     return str(failure.value), seconds
 
 
-def _restarted(driver: Driver) -> Address:
+def _restarted(driver: Driver) -> ServerAddress:
     Path(driver.setup.scratch, "killed").touch()
     word = Path(driver.setup.scratch, "restarted")
     deadline = time.monotonic() + 300

@@ -59,7 +59,8 @@ def _mix32(x: np.ndarray) -> np.ndarray:
     """murmur3's finalizer."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
+    mixed: np.ndarray = x ^ (x >> np.uint32(16))
+    return mixed
 
 
 def _splitmix64(x: int) -> int:

@@ -18,6 +18,7 @@ from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION
 from slime_ppo.rollout.sglang.checksums import ExpectedChecksums, compare_checksums
 from slime_ppo.rollout.sglang.payload import inline_payload
+from slime_ppo.rollout.sglang.server import ServerAddress
 from slime_ppo.weight_sync.base import Meeting, check_manifest
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, check_flat, plan_buckets
 from slime_ppo.weight_sync.folder import check_folder
@@ -27,23 +28,10 @@ _log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "retract"]
 
 
-class FleetAddress(Protocol):
-    """Of one server: where it is, its tensor-parallel ranks, and how often it was started."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def tp_size(self) -> int: ...
-
-    @property
-    def incarnation(self) -> int: ...
-
-
 class Fleet(Protocol):
     """All servers of an engine, in a fixed order."""
 
-    def addresses(self) -> Sequence[FleetAddress]: ...
+    def addresses(self) -> Sequence[ServerAddress]: ...
 
     def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
         """Post one body to each server, to all at the same time; their JSON answers. Raises RolloutError, when all have
@@ -56,12 +44,14 @@ class Fleet(Protocol):
 @dataclass(frozen=True)
 class UpdateSettings:
     """`expected`: the served model's tensors by Hugging Face name, with the servers' dtype (`served_tensors`); `timeout_s` of one
-    request (--weight-sync-timeout-s)."""
+    request (--weight-sync-timeout-s); `trainer_ranks`: per server and rank of it the trainer's rank on the same GPU, where GPUs
+    are shared."""
 
     expected: Mapping[str, tuple[tuple[int, ...], str]]
     shape: ModelShape
     device: Literal["cpu", "cuda"]
     timeout_s: float
+    trainer_ranks: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass
@@ -135,14 +125,18 @@ class ServerUpdates:
         """Send bucket `index` (uint8 [num_bytes], may be read-only) in the requests themselves."""
         with self._step(index) as (update, bucket):
             check_flat(bucket, flat)
-            self._open(update)
             payload = inline_payload(bucket, flat)
-            bodies = [
-                {"serialized_named_tensors": [payload] * address.tp_size, "load_format": "flattened_bucket"}
-                | self._completion(update, bucket)
-                for address in self._fleet.addresses()
-            ]
-            self._fleet.post("/update_weights_from_tensor", bodies, timeout_s=self._settings.timeout_s)
+            self._send_payloads(update, bucket, [[payload] * address.tp_size for address in self._fleet.addresses()])
+
+    def load_shared(self, index: int, payloads: Sequence[str]) -> None:
+        """Let every rank of a server read bucket `index` from the memory of the trainer's rank on its GPU; `payloads` by trainer's
+        rank (`ipc_payload`)."""
+        with self._step(index) as (update, bucket):
+            if self._settings.trainer_ranks is None:
+                raise WeightSyncError(
+                    "memory of GPUs was pushed to servers that are not on the trainer's; use another --weight-sync"
+                )
+            self._send_payloads(update, bucket, [[payloads[rank] for rank in ranks] for ranks in self._settings.trainer_ranks])
 
     def receive_bucket(self, index: int) -> None:
         """Let every server receive bucket `index` by a broadcast of the group; returns when all hold it."""
@@ -232,6 +226,13 @@ class ServerUpdates:
         if self._group is not None:
             group, self._group = self._group, None
             self._try("/destroy_weights_update_group", {"group_name": group})
+
+    def _send_payloads(self, update: _Update, bucket: Bucket, of_servers: Sequence[Sequence[str]]) -> None:
+        """`of_servers`: for each server an entry per rank."""
+        self._open(update)
+        shared: dict[str, object] = {"load_format": "flattened_bucket"} | self._completion(update, bucket)
+        bodies = [shared | {"serialized_named_tensors": list(payloads)} for payloads in of_servers]
+        self._fleet.post("/update_weights_from_tensor", bodies, timeout_s=self._settings.timeout_s)
 
     def _open(self, update: _Update) -> None:
         """Before the first bucket; reading a folder needs no session."""

@@ -90,7 +90,7 @@ def test_parse_config_null_on_the_command_line_undoes_a_file(tmp_path: Path) -> 
         ((*REQUIRED, "--rollout-temperature", "0"), ("expected a number > 0", "gradient would be exactly 0")),
         ((*REQUIRED, "--rollout-top-p", "0"), ("expected a number > 0 and <= 1", "gradient would be exactly 0")),
         ((*REQUIRED, "--rollout-top-p", "1.5"), ("expected a number > 0 and <= 1",)),
-        ((*REQUIRED, "--rollout-engine", "sglang"), ("rollout.engine is sglang, expected one of embedded",)),
+        ((*REQUIRED, "--rollout-engine", "vllm"), ("rollout.engine is vllm, expected one of embedded, sglang",)),
         ((*REQUIRED, "--eps-clip-c", "1"), ("expected a number > 1 or null",)),
         ((*REQUIRED, "--adaptive-lambd", "0"), ("expected a number > 0 or null",)),
         ((*REQUIRED, "--kl-target", "-1"), ("expected a number > 0 or null",)),

@@ -1,5 +1,6 @@
 """The order of a push, its check, and what it refuses; both ends are played."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.rollout.engine import EnginePart
-from slime_ppo.weight_sync.base import check_bucket
+from slime_ppo.weight_sync.base import CheckMode, check_bucket
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, checksum
-from slime_ppo.weight_sync.tensor import TensorSync
+from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
 
 SPECS = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3,), "uint8"))
 
@@ -82,3 +83,42 @@ def test_check_bucket_names_the_tensors_that_differ() -> None:
     check_bucket(Engine(10), bucket, flat)
     with pytest.raises(WeightSyncError, match="the engine's b differ"):
         check_bucket(Engine(11), bucket, flat)
+
+
+class SharedEnds(Ends):
+    """Ends on the same GPUs."""
+
+    def share_bucket(self, bucket: Bucket) -> list[str]:
+        self.journal.append(f"share {bucket.index}")
+        return [f"handle {bucket.index} of rank {rank}" for rank in (0, 1)]
+
+    def load_shared(self, index: int, payloads: Sequence[str]) -> None:
+        self.journal.append(f"load {index}: {', '.join(payloads)}")
+        if self.reports == 99:
+            raise WeightSyncError("a server died")
+
+    def release_shared(self) -> None:
+        self.journal.append("release")
+
+
+def test_push_through_shared_memory_hands_over_every_ranks_handle_and_frees_the_memory_also_after_a_failure() -> None:
+    ends = SharedEnds()
+    sync = SharedMemorySync(ends, ends, bucket_bytes=8, check="never")
+    sync.connect()
+    assert sync.push(0) == 0
+    both = [[f"share {index}", f"load {index}: handle {index} of rank 0, handle {index} of rank 1"] for index in (0, 1)]
+    assert ends.journal == ["begin 0", *both[0], *both[1], "end", "wake KV_CACHE", "release"]
+    ends.reports = 99
+    with pytest.raises(WeightSyncError, match="a server died"):
+        sync.push(1)
+    assert ends.journal[-1] == "release"
+
+
+@pytest.mark.parametrize(("check", "checks"), [("first", 2), ("always", 4), ("never", 0)])
+def test_push_check_modes(check: CheckMode, checks: int) -> None:
+    ends = Ends()
+    sync = TensorSync(ends, ends, bucket_bytes=8, check=check)
+    sync.connect()
+    sync.push(0)
+    sync.push(1)
+    assert sum(entry.startswith("check") for entry in ends.journal) == checks

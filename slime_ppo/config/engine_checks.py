@@ -1,0 +1,133 @@
+"""Checks of the rollout engine's options: SGLang's servers, their samplers, and how weights reach them."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
+from slime_ppo.errors import ConfigError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SGLANG = "--rollout-engine sglang"
+
+
+def check_engine(checked: Checked) -> None:
+    """Refuse what the rollout engine cannot do. Raises ConfigError."""
+    if checked.config.rollout.engine == "embedded":
+        _check_embedded(checked)
+        return
+    _check_engine_sizes(checked)
+    _check_servers(checked)
+    _check_seeds_and_supports(checked)
+    _check_weight_sync(checked)
+
+
+def read_api_key(path: str | None) -> str | None:
+    """The key in the file of --sglang-api-key-file, None without one. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"--sglang-api-key-file {path}: cannot be read ({error.strerror}); give a file with the key alone"
+        ) from error
+    if not key or any(mark.isspace() for mark in key):
+        raise ConfigError(
+            f"--sglang-api-key-file {path}: expected one key without spaces, found {'nothing' if not key else 'several'}"
+        )
+    return key
+
+
+def _check_embedded(checked: Checked) -> None:
+    for key in ("rollout.rollout_num_gpus", "rollout.rollout_num_gpus_per_engine"):
+        checked.refuse_unless_default(key, f"{_SGLANG}; the embedded engine is one process")
+    path = checked.config.rollout.weight_sync
+    if path not in ("auto", "tensor"):
+        raise ConfigError(
+            f"{checked.cite('rollout.weight_sync')} is a path to SGLang's servers; the embedded engine gets its weights through "
+            f"memory. Use {_SGLANG}, or --weight-sync auto"
+        )
+
+
+def _check_engine_sizes(checked: Checked) -> None:
+    rollout, total = checked.config.rollout, checked.config.num_rollout_devices
+    if checked.config.sglang.server_urls is not None:
+        for key in ("rollout.rollout_num_gpus", "rollout.rollout_num_gpus_per_engine", "sglang.port", "sglang.server_args"):
+            if checked.changed(key):
+                raise ConfigError(
+                    f"{checked.cite(key)} is of servers that the run starts, but {checked.cite('sglang.server_urls')} names "
+                    "servers "
+                    "that run already. Leave one of them out"
+                )
+        return
+    if total % rollout.rollout_num_gpus_per_engine:
+        raise ConfigError(
+            f"{checked.cite('rollout.rollout_num_gpus')} is not a multiple of "
+            f"{checked.cite('rollout.rollout_num_gpus_per_engine')}: "
+            f"every engine has as many devices. Use {total - total % rollout.rollout_num_gpus_per_engine} or change the engine's "
+            "size"
+        )
+
+
+def _check_servers(checked: Checked) -> None:
+    sglang = checked.config.sglang
+    _ = sglang.further_args  # raises for a text that is none
+    if sglang.host not in _LOOPBACK and sglang.api_key_file is None and sglang.server_urls is None:
+        raise ConfigError(
+            f"{checked.cite('sglang.host')} lets other machines reach the servers, which load weights that anybody sends. Give "
+            "--sglang-api-key-file, or leave the host out"
+        )
+    for key, urls in (
+        ("sglang.server_urls", server_urls(sglang.server_urls)),
+        ("sglang.router_url", server_urls(sglang.router_url)),
+    ):
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(f"{checked.cite(key)}: {url!r} is no address of a server, expected http://host:port")
+    if len(set(server_urls(sglang.server_urls))) < len(server_urls(sglang.server_urls)):
+        raise ConfigError(f"{checked.cite('sglang.server_urls')} names a server twice")
+    samples = checked.config.samples_per_rollout
+    if sglang.port is not None and sglang.port + len(checked.config.engine_bundles) - 1 > 65535:
+        raise ConfigError(
+            f"{checked.cite('sglang.port')} leaves no ports for {len(checked.config.engine_bundles)} servers below 65536"
+        )
+    if sglang.max_concurrency is not None and sglang.max_concurrency > samples:
+        raise ConfigError(
+            f"{checked.cite('sglang.max_concurrency')} is more than the {samples} samples of a rollout. Leave it out: all of "
+            "them are "
+            "under way at one time by default"
+        )
+
+
+def server_urls(text: str | None) -> tuple[str, ...]:
+    """The addresses of a comma-separated list, without a slash at the end."""
+    return () if text is None else tuple(one.strip().rstrip("/") for one in text.split(","))
+
+
+def _check_seeds_and_supports(checked: Checked) -> None:
+    rollout = checked.config.rollout
+    if rollout.rollout_top_k > SGLANG_MAX_TOP_K:
+        raise ConfigError(
+            f"{checked.cite('rollout.rollout_top_k')}: SGLang returns supports of at most {SGLANG_MAX_TOP_K} tokens. Lower it, "
+            "or use "
+            "0 (off)"
+        )
+    if checked.config.sglang.deterministic and rollout.rollout_min_p > 0:
+        raise ConfigError(
+            f"{checked.cite('sglang.deterministic')} with {checked.cite('rollout.rollout_min_p')}: SGLang's sampler has no seeds "
+            "with "
+            f"min-p. Leave one of them out; found restrictions: {cite_restrictions(checked)}"
+        )
+
+
+def _check_weight_sync(checked: Checked) -> None:
+    config = checked.config
+    if config.weight_sync_path != "disk":
+        checked.refuse_unless_default("rollout.weight_sync_folder", "--weight-sync disk")
+    if config.weight_sync_path == "tensor" and config.cluster.device == "cuda" and not config.cluster.colocate:
+        raise ConfigError(
+            f"{checked.cite('rollout.weight_sync')} hands memory of a GPU to a server on the same GPU, and with --no-colocate no "
+            "server is there. Use --weight-sync distributed or disk"
+        )
