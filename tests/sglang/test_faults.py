@@ -49,14 +49,18 @@ def serving(mortal_engine: SGLangEngine, tiny_folders: tuple[Path, Path]) -> SGL
 
 
 def test_scheduler_killed_in_mid_generation_gives_back_each_sample_once(
-    serving: SGLangEngine, mortal: LocalServer, tiny_folders: tuple[Path, Path]
+    serving: SGLangEngine,
+    mortal: LocalServer,
+    tiny_folders: tuple[Path, Path],
+    record_property: Callable[[str, object], None],
 ) -> None:
     requests, results, noticed_s = _broken_meanwhile(serving, lambda: _kill(mortal, "scheduler"))
     _assert_finished_or_aborted(requests, results)
     assert noticed_s < NOTICED_S
     began = time.monotonic()
     _assert_serves_again(serving, tiny_folders[1], 2)
-    assert time.monotonic() - began < 120
+    record_property("noticed_s", round(noticed_s, 2))
+    record_property("serving_again_s", round(time.monotonic() - began, 1))
 
 
 def test_detokenizer_killed_in_mid_generation_gives_back_each_sample_once(serving: SGLangEngine, mortal: LocalServer) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_ppo.errors import WeightSyncError
 from slime_ppo.rollout.engine import check_results
 from slime_ppo.rollout.sglang.engine import SGLangEngine
 from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer
 from slime_ppo.rollout.sglang.updates import PauseMode
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams, Support
-from tests.helpers.engine_harness import ReferenceModel, make_requests, push_folder
+from tests.helpers.engine_harness import ReferenceModel, make_requests, push_folder, push_folder_partly
 from tests.helpers.sglang_servers import tiny_engine
 
 OLD, NEW = 60, 61
@@ -72,6 +73,26 @@ def test_request_after_a_push_in_flight_is_of_the_new_version_alone(
     for request, result in zip(later, engine.generate(later), strict=True):
         assert [span.version for span in result.weight_versions] == [NEW]
         assert _gaps(request, result, {NEW: references[1]}).max() < 1e-4
+
+
+def test_push_that_fails_in_mid_generation_brings_the_running_requests_back(
+    two_engines: dict[PauseMode, SGLangEngine], tiny_folders: tuple[Path, Path]
+) -> None:
+    engine = two_engines["retract"]
+    push_folder(engine, tiny_folders[0], OLD)
+    requests = make_requests(NUM_SAMPLES, LONG)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.generate, requests)
+        while len(engine._fleet.members[0].running) < NUM_SAMPLES:
+            time.sleep(0.01)
+        with pytest.raises(WeightSyncError, match="missing"):
+            push_folder_partly(engine, tiny_folders[1], NEW)
+        results = running.result(60)
+    check_results(requests, results)
+    assert {result.finish for result in results} == {FinishReason.ABORT}
+    assert {span.version for result in results for span in result.weight_versions if span.end > 0} <= {OLD}
+    push_folder(engine, tiny_folders[1], NEW)
+    assert [span.version for span in engine.generate(requests[:1])[0].weight_versions] == [NEW]
 
 
 def _pushed_meanwhile(engine: SGLangEngine, folder: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:

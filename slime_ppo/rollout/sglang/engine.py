@@ -1,7 +1,8 @@
 """The rollout engine on stock SGLang servers: a client of all of them, with no SGLang and no GPU of its own."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, ClassVar, Literal
@@ -33,6 +34,7 @@ class EngineSettings:
     `expected`: what a push must bring (`served_tensors` of the served folder). `pause_mode`: what becomes of requests when weights
     are pushed while they run: "abort" gives them back as they are, "retract" goes on with the new weights and a new KV cache.
     `deterministic`: the servers honour seeds. `max_concurrency` None: all requests at the same time. `max_restarts` of each server.
+    `trainer_ranks`: see `UpdateSettings`.
     """
 
     shape: ModelShape
@@ -46,6 +48,7 @@ class EngineSettings:
     request_timeout_s: float = 1800.0
     control_timeout_s: float = 60.0
     sync_timeout_s: float = 600.0
+    trainer_ranks: tuple[tuple[int, ...], ...] | None = None
     router_url: str | None = None
     api_key: str | None = field(default=None, repr=False)
 
@@ -65,7 +68,14 @@ class SGLangEngine:
         self._fleet = ServerFleet(servers, settings.api_key)
         shape = settings.shape
         self._updates = ServerUpdates(
-            self._fleet, UpdateSettings(settings.expected, shape, settings.device, timeout_s=settings.sync_timeout_s)
+            self._fleet,
+            UpdateSettings(
+                settings.expected,
+                shape,
+                settings.device,
+                timeout_s=settings.sync_timeout_s,
+                trainer_ranks=settings.trainer_ranks,
+            ),
         )
         self._dispatch = DispatchSettings(
             vocab_size=shape.vocab_size,
@@ -167,11 +177,18 @@ class SGLangEngine:
         mode = self._settings.pause_mode if self._awake == EnginePart.ALL else None
         # The servers go on before the end of the push is told here: from now on their answers may be of this version.
         self._versions.add(version)
-        self._updates.begin(manifest, version, bucket_bytes=bucket_bytes, pause_mode=mode)
+        with self._push_step():
+            self._updates.begin(manifest, version, bucket_bytes=bucket_bytes, pause_mode=mode)
 
     def load_bucket(self, index: int, flat: np.ndarray) -> None:
         """Send a bucket's bytes to all servers. Raises WeightSyncError."""
-        self._updates.load_bucket(index, flat)
+        with self._push_step():
+            self._updates.load_bucket(index, flat)
+
+    def load_shared(self, index: int, payloads: Sequence[str]) -> None:
+        """Let every rank of the servers read a bucket from the trainer's memory on the same GPU. Raises WeightSyncError."""
+        with self._push_step():
+            self._updates.load_shared(index, payloads)
 
     def load_shared(self, index: int, payloads: Sequence[str]) -> None:
         """Let every rank of the servers read a bucket from the GPU memory it shares with the trainer. Raises WeightSyncError."""
@@ -179,11 +196,13 @@ class SGLangEngine:
 
     def receive_bucket(self, index: int) -> None:
         """Let all servers take part in one broadcast. Raises WeightSyncError."""
-        self._updates.receive_bucket(index)
+        with self._push_step():
+            self._updates.receive_bucket(index)
 
     def load_folder(self, folder: str) -> None:
         """Let all servers read a Hugging Face folder. Raises WeightSyncError."""
-        self._updates.load_folder(folder)
+        with self._push_step():
+            self._updates.load_folder(folder)
 
     def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
         """Remember what the servers must hold; `end_update` compares."""
@@ -191,7 +210,8 @@ class SGLangEngine:
 
     def end_update(self) -> int:
         """Make the pushed version valid and return it. Raises WeightSyncError."""
-        return self._updates.end()
+        with self._push_step():
+            return self._updates.end()
 
     def join_group(self, meeting: Meeting) -> None:
         """Let the ranks of all servers join the trainer's group. Raises WeightSyncError."""
@@ -200,6 +220,15 @@ class SGLangEngine:
     def leave_group(self) -> None:
         """Leave the group, if there is one."""
         self._updates.leave_group()
+
+    @contextmanager
+    def _push_step(self) -> Iterator[None]:
+        """A push that fails leaves the servers paused: what they were generating comes back as it is."""
+        try:
+            yield
+        except WeightSyncError:
+            self._abort.set()
+            raise
 
     def _check_ready(self) -> None:
         asleep = EnginePart.ALL & ~self._awake
