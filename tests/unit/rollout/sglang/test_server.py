@@ -144,7 +144,8 @@ import time
 from slime_ppo.rollout.sglang.server import LocalServer
 from tests.unit.rollout.sglang.test_server import _command
 from slime_ppo.rollout.sglang.server_args import ServerSpec
-server = LocalServer(ServerSpec(hf_folder="m", dtype="float32", device="cpu", max_positions=64, log_file={spec.log_file!r}), _command)
+spec = ServerSpec(hf_folder="m", dtype="float32", device="cpu", max_positions=64, log_file={spec.log_file!r})
+server = LocalServer(spec, _command)
 server.start()
 print("started", flush=True)
 time.sleep(1000)
