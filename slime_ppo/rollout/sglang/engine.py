@@ -190,10 +190,6 @@ class SGLangEngine:
         with self._push_step():
             self._updates.load_shared(index, payloads)
 
-    def load_shared(self, index: int, payloads: Sequence[str]) -> None:
-        """Let every rank of the servers read a bucket from the GPU memory it shares with the trainer. Raises WeightSyncError."""
-        self._updates.load_shared(index, payloads)
-
     def receive_bucket(self, index: int) -> None:
         """Let all servers take part in one broadcast. Raises WeightSyncError."""
         with self._push_step():
