@@ -4,16 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL := runs/models/glass-en
+ENGINE := embedded
 MEGATRON := 0.19.2
 SUPPORTED := 0.16.1 0.17.1 0.18.2 0.19.2
 OTHER_MEGATRON := build/megatron-core-
 
 .PHONY: quickstart setup test test-megatron megatron-removals lint format types bench bench-utils layouts clean
 
-quickstart: $(VENV)/.core $(MODEL)/config.json  ## train a small language model by PPO, about a minute once installed
-	$(BIN)/python scripts/train_ppo.py --config configs/quickstart_cpu.yaml $(ARGS)
+quickstart: $(VENV)/.core $(MODEL)/config.json $(if $(filter sglang,$(ENGINE)),$(VENV)/.sglang)  ## train a small language model by PPO, about a minute once installed; ENGINE=sglang for SGLang
+	$(BIN)/python scripts/train_ppo.py --config configs/quickstart_cpu.yaml --rollout-engine $(ENGINE) $(ARGS)
 
-setup: $(VENV)/.core $(VENV)/.test  ## everything for running, testing and SGLang on a CPU
+setup: $(VENV)/.core $(VENV)/.sglang $(VENV)/.test  ## everything for running, testing and SGLang on a CPU
 
 test: setup $(MODEL)/config.json lint types  ## lint, types and all tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -60,10 +61,14 @@ $(VENV)/.core: setup.py requirements/cpu.txt
 	$(PIP) -c requirements/cpu.txt torch==2.13.0 -e '.[quickstart]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.core requirements/sglang-cpu.txt
-	$(PIP) -c requirements/cpu.txt -e '.[quickstart,tensorboard,wandb,test]'
+# on a CPU SGLang goes without its own requirements, which are those of CUDA
+$(VENV)/.sglang: $(VENV)/.core requirements/sglang-cpu.txt
 	$(PIP) -c requirements/cpu.txt -r requirements/sglang-cpu.txt
 	$(PIP) --no-deps sglang==0.5.23
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core $(VENV)/.sglang
+	$(PIP) -c requirements/cpu.txt -e '.[quickstart,tensorboard,wandb,test]'
 	@touch $@
 
 $(MODEL)/config.json: $(VENV)/.core tools/convert_glass_to_hf.py

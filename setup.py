@@ -27,19 +27,19 @@ setup(
         "numpy>=1.26,<3",
         "pyyaml>=6,<7",
         "tqdm>=4.66,<5",  # progress bar on a terminal
-        "aiohttp>=3.10,<4",  # requests to reward servers
+        "aiohttp>=3.10,<4",  # requests to SGLang's servers and to reward servers
+        "psutil>=6,<8",  # watches the servers' processes
         "pebble>=5.1,<6",  # reward processes that are killed at their timeout
     ],
     extras_require={
         "quickstart": ["glassllm==0.1.0", "vaderSentiment==3.3.2"],  # the model and the reward of the first run
         "gpu": ["transformer-engine[pytorch]>=2.5,<3"],
-        "sglang": ["sglang==0.5.23", "aiohttp>=3.10,<4", "psutil>=6,<8"],  # psutil watches the servers' processes
+        "sglang": ["sglang==0.5.23"],
         "tensorboard": ["tensorboard>=2.19,<3"],
         "wandb": ["wandb>=0.20,<1"],
         "test": [
             "pytest>=8.3,<10",
             "hypothesis>=6.130,<7",
-            "psutil>=6,<8",
             "ruff>=0.12,<1",
             "mypy>=1.16,<3",
             "types-PyYAML>=6,<7",

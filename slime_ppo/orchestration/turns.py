@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from slime_ppo.errors import RolloutError
 from slime_ppo.orchestration.protocols import Tenant
 from slime_ppo.rollout.engine import EnginePart, RolloutEngine
 
@@ -87,4 +88,8 @@ class RolloutTenant:
         self._engine.offload(EnginePart.ALL)
 
     def resident_bytes(self) -> int:
-        return self._engine.health().bytes_resident
+        try:
+            return self._engine.health().bytes_resident
+        except RolloutError as error:  # an engine that is lost holds nothing
+            _log.warning("%s", error)
+            return 0
