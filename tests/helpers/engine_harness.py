@@ -112,13 +112,17 @@ def race_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> f
     return float(best - second)
 
 
-def hashed_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> float:
-    """How far SGLang's best score is ahead of the second, for an unrestricted sampler: log p + Gumbel noise from a hash of seed,
-    position of the token before the drawn one, and token id (`multinomial_with_seed`)."""
+def hashed_scores(request: GenerateRequest, probs: np.ndarray, position: int) -> np.ndarray:
+    """float64 [V]: log p + Gumbel noise from a hash of seed, position of the token before the drawn one, and token id; SGLang's
+    unrestricted sampler with a seed draws the best (`multinomial_with_seed`)."""
     before = len(request.prompt_ids) - 1 + position
     uniform = murmur_hash(request.seed, before, np.arange(len(probs))) / np.float64(2**32 - 1)
-    noise = -np.log(-np.minimum(np.log(uniform), -(2.0**-32)))
-    second, best = np.sort(np.log(probs) + noise)[-2:]
+    return np.asarray(np.log(probs) - np.log(-np.minimum(np.log(uniform), -(2.0**-32))))
+
+
+def hashed_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> float:
+    """How far the best score is ahead of the second."""
+    second, best = np.sort(hashed_scores(request, probs, position))[-2:]
     return float(best - second)
 
 

@@ -19,7 +19,14 @@ from slime_ppo.rollout.engine import NO_VERSION, EnginePart, check_results
 from slime_ppo.rollout.sglang.engine import SGLangEngine
 from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer
 from slime_ppo.types.sample import GenerateRequest, GenerateResult, SamplingParams
-from tests.helpers.engine_harness import ReferenceModel, check_joint_rule, make_requests, push_folder, push_folder_partly
+from tests.helpers.engine_harness import (
+    ReferenceModel,
+    check_joint_rule,
+    hashed_scores,
+    make_requests,
+    push_folder,
+    push_folder_partly,
+)
 from tests.helpers.sglang_servers import tiny_engine
 
 FULL = SamplingParams(max_new_tokens=12, temperature=0.7)
@@ -79,6 +86,17 @@ def test_generate_mixed_samplers_draw_what_each_draws_alone(engine: SGLangEngine
     together = _generate(engine, mixed)
     for request, result in zip(mixed, together, strict=True):
         np.testing.assert_array_equal(_generate(engine, [request])[0].response_ids, result.response_ids)
+
+
+def test_seeded_draw_is_the_best_of_the_hashed_race(
+    engine: SGLangEngine, references: tuple[ReferenceModel, ReferenceModel]
+) -> None:
+    """The contract tests take the margin of a draw from these scores."""
+    for request, result in zip(requests := make_requests(6, FULL), _generate(engine, requests), strict=True):
+        full = references[0].log_probs(request.prompt_ids, result.response_ids, temperature=FULL.temperature)
+        for position, token in enumerate(result.response_ids):
+            scores = hashed_scores(request, np.exp(full[position]), position)
+            assert scores[token] > scores.max() - 1e-4
 
 
 def test_generate_refused_request_raises_naming_sample_and_leaves_others_served(engine: SGLangEngine) -> None:

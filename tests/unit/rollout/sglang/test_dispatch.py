@@ -1,0 +1,213 @@
+"""Requests spread over servers, against small HTTP servers that answer as they are told."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Barrier, Event, Lock, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_ppo.errors import RolloutError
+from slime_ppo.rollout.engine import check_results
+from slime_ppo.rollout.sglang.dispatch import Dispatch, DispatchSettings
+from slime_ppo.rollout.sglang.fleet import ServerFleet
+from slime_ppo.rollout.sglang.server import ServerAddress
+from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams
+
+SETTINGS = DispatchSettings(vocab_size=100, deterministic=False, max_concurrency=None, max_attempts=3, request_timeout_s=30.0)
+Respond = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
+
+
+class _HttpServer(ThreadingHTTPServer):
+    request_queue_size = 64
+
+
+class FakeServer:
+    """`respond` answers /generate; the other calls are answered with nothing. It is a `Server`, too."""
+
+    def __init__(self, respond: Respond) -> None:
+        self.asked: list[str] = []
+        self.most_at_once = 0
+        self.problem_text: str | None = None
+        self.stopped = False
+        self._running = 0
+        self._lock = Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, answer = fake._generate(respond, body) if self.path == "/generate" else (200, {})
+                content = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._http = _HttpServer(("127.0.0.1", 0), Handler)
+        Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def start(self) -> ServerAddress:
+        return ServerAddress(f"http://127.0.0.1:{self._http.server_address[1]}", 1, 1)
+
+    def problem(self) -> str | None:
+        return self.problem_text
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def shut_down(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _generate(self, respond: Respond, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        with self._lock:
+            self.asked.append(body["rid"])
+            self._running += 1
+            self.most_at_once = max(self.most_at_once, self._running)
+        try:
+            return respond(body)
+        finally:
+            with self._lock:
+                self._running -= 1
+
+
+@pytest.fixture
+def fakes() -> Iterator[Callable[[Respond], FakeServer]]:
+    made: list[FakeServer] = []
+
+    def make(respond: Respond) -> FakeServer:
+        made.append(FakeServer(respond))
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.shut_down()
+
+
+def _served(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """One token, the first of the prompt."""
+    token = body["input_ids"][0]
+    meta = {
+        "finish_reason": {"type": "length", "length": 1},
+        "output_token_logprobs": [[-1.0, token, None]],
+        "weight_versions": [{"version": "2", "start": 0, "end": 1}],
+        "cached_tokens": 0,
+    }
+    return 200, {"output_ids": [token], "meta_info": meta}
+
+
+def _slow(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    time.sleep(0.2)
+    return _served(body)
+
+
+def _requests(num_samples: int) -> list[GenerateRequest]:
+    sampling = SamplingParams(max_new_tokens=1)
+    return [GenerateRequest(10 + index, np.array([20 + index], np.int32), index, sampling) for index in range(num_samples)]
+
+
+def _run(fleet: ServerFleet, num_samples: int, settings: DispatchSettings = SETTINGS) -> list[GenerateResult]:
+    dispatch = Dispatch(fleet, fleet.members, settings, versions={2}, abort=Event())
+    requests = _requests(num_samples)
+    results = fleet.run(dispatch.run(requests))
+    check_results(requests, results)
+    return results
+
+
+def test_run_all_requests_at_once_by_default_and_in_order(fakes: Callable[[Respond], FakeServer]) -> None:
+    all_there = Barrier(12, timeout=30)
+
+    def respond(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        all_there.wait()
+        return _served(body)
+
+    fleet = ServerFleet([fakes(respond)], None)
+    results = _run(fleet, 12)
+    fleet.close()
+    assert [result.response_ids.tolist() for result in results] == [[20 + index] for index in range(12)]
+
+
+def test_run_keeps_to_max_concurrency(fakes: Callable[[Respond], FakeServer]) -> None:
+    server = fakes(_slow)
+    fleet = ServerFleet([server], None)
+    _run(fleet, 6, replace(SETTINGS, max_concurrency=2))
+    fleet.close()
+    assert server.most_at_once == 2
+
+
+def test_run_takes_the_server_with_the_fewest_requests(fakes: Callable[[Respond], FakeServer]) -> None:
+    quick, slow = fakes(_served), fakes(_slow)
+    fleet = ServerFleet([quick, slow], None)
+    _run(fleet, 16, replace(SETTINGS, max_concurrency=4))
+    fleet.close()
+    assert len(slow.asked) <= 4
+    assert len(quick.asked) == 16 - len(slow.asked)
+
+
+def test_run_tries_again_and_logs_sample_server_and_attempt(
+    fakes: Callable[[Respond], FakeServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([True, True])
+    server = fakes(lambda body: (503, {"detail": "busy"}) if next(failures, False) else _served(body))
+    fleet = ServerFleet([server], None)
+    with caplog.at_level(logging.WARNING):
+        (result,) = _run(fleet, 1)
+    fleet.close()
+    assert result.finish is FinishReason.LENGTH
+    messages = [record.getMessage() for record in caplog.records]
+    url = server.start().url
+    assert messages[0].startswith(f"sample 10 on {url}: attempt 1 of 3 failed: {url}/generate answered 503")
+    assert messages[1].startswith(f"sample 10 on {url}: attempt 2 of 3 failed")
+    assert len(messages) == 2
+
+
+def test_run_after_the_last_attempt_raises_naming_the_sample(fakes: Callable[[Respond], FakeServer]) -> None:
+    server = fakes(lambda body: (503, {"detail": "busy"}))
+    fleet = ServerFleet([server], None)
+    with pytest.raises(RolloutError, match=r"sample 10: attempt 3 of 3 failed: .*/generate answered 503: .*busy"):
+        _run(fleet, 1)
+    fleet.close()
+    assert len(set(server.asked)) == 3
+
+
+def test_run_refused_request_is_not_tried_again(fakes: Callable[[Respond], FakeServer]) -> None:
+    server = fakes(lambda body: (400, {"error": "too long"}))
+    fleet = ServerFleet([server], None)
+    with pytest.raises(RolloutError, match=r"sample 10: .*/generate answered 400: .*too long"):
+        _run(fleet, 1)
+    fleet.close()
+    assert len(server.asked) == 1
+
+
+def test_run_hanging_server_is_stopped_and_its_requests_move_on(fakes: Callable[[Respond], FakeServer]) -> None:
+    release = Event()
+    hanging, well = fakes(lambda body: (200, {}) if release.wait(30) else (500, {})), fakes(_served)
+    fleet = ServerFleet([hanging, well], None)
+    results = _run(fleet, 8, replace(SETTINGS, request_timeout_s=0.5))
+    release.set()
+    assert {result.finish for result in results} == {FinishReason.LENGTH}
+    assert hanging.stopped
+    assert len(well.asked) == 8
+    assert "it hangs and was stopped" in fleet.losses()
+    fleet.close()
+
+
+def test_run_without_any_server_left_brings_back_the_rest_aborted(fakes: Callable[[Respond], FakeServer]) -> None:
+    """The one that answers does so; the server's death, noticed by looking at it, ends the wait for the others."""
+    release = Event()
+    server = fakes(lambda body: _served(body) if body["input_ids"] == [20] else (500, {"x": release.wait(30)}))
+    fleet = ServerFleet([server], None)
+    Thread(target=lambda: (time.sleep(0.3), setattr(server, "problem_text", "its scheduler died"))).start()
+    results = _run(fleet, 5)
+    release.set()
+    assert [result.finish for result in results] == [FinishReason.LENGTH] + [FinishReason.ABORT] * 4
+    assert fleet.losses().endswith("its scheduler died")
+    fleet.close()
