@@ -292,7 +292,7 @@ def _death(process: subprocess.Popen[bytes], members: Mapping[str, psutil.Proces
 
 def _lives(member: psutil.Process) -> bool:
     try:
-        return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+        return bool(member.is_running() and member.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 
