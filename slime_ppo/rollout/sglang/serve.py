@@ -40,9 +40,8 @@ def end_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
-def main(parent_pid: int, arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Serve until stopped."""
-    end_with_parent(parent_pid)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -57,8 +56,12 @@ def main(parent_pid: int, arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+if __name__ == "__main__":
+    # before the stand-ins, which import torch: the owner may die meanwhile
+    end_with_parent(int(sys.argv[1]))
+
 if __name__ in ("__main__", "__mp_main__"):
     _KEPT = install_stand_ins(sys.argv)
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[2:])

@@ -112,7 +112,7 @@ class LocalServer:
     def stop(self) -> None:
         with self._lock:
             self._ending.set()
-        process, self._process, self._address = self._process, None, None
+            process, self._process, self._address = self._process, None, None
         if process is not None:
             self._problem = "it was stopped"
             _end_group(process)
@@ -178,6 +178,8 @@ class LocalServer:
                     if not ending.is_set():
                         self._problem = f"{found}; {last_lines(self._spec.log_file)}"
                         _end_group(process)
+                        # its number may soon be another group's, which must not be ended by `stop`
+                        self._process = None
                 return
 
 
@@ -290,7 +292,7 @@ def _death(process: subprocess.Popen[bytes], members: Mapping[str, psutil.Proces
 
 def _lives(member: psutil.Process) -> bool:
     try:
-        return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+        return bool(member.is_running() and member.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

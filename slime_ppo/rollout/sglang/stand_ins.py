@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_MASK_32 = np.uint64(0xFFFFFFFF)
+# a whole number: torch.compile, which traces the hash, can't guard a global numpy scalar
+_MASK_32 = 0xFFFFFFFF
 
 
 def install_torchvision() -> None:
     """Modules with the one name that SGLang takes from torchvision, unless the real one is there."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     # the answer is cached: transformers must not take our modules for torchvision
     if is_torchvision_available():
@@ -77,10 +78,9 @@ def allow_seeds() -> "torch.library.Library":
 
     add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant.enable_batch_invariant_mode = lambda *_, **__: None
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
-    # SGLang compiles its sampler; the compiler can't follow numpy's 64-bit constants and must leave this alone
-    library.impl("murmur_hash32_cpu", torch.compiler.disable(murmur_hash32), "CPU")
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor cols) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")  # type: ignore[no-untyped-call]
     return library
 
 
@@ -89,16 +89,16 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, cols: torch.Tenso
 
     The same numbers as `sglang/kernels/ops/sampling/murmur_hash.py` computes on a GPU.
     """
-    seeds, rows = _unsigned(seed)[:, None], _unsigned(positions)[:, None] & _MASK_32
-    columns = _unsigned(cols)[None] & _MASK_32
+    seeds, rows = _unsigned(seed)[:, None], _unsigned(positions)[:, None] & np.uint64(_MASK_32)
+    columns = _unsigned(cols)[None] & np.uint64(_MASK_32)
     mixed = np.zeros_like(seeds)
-    for block in (seeds & _MASK_32, seeds >> np.uint64(32), rows, columns):
+    for block in (seeds & np.uint64(_MASK_32), seeds >> np.uint64(32), rows, columns):
         mixed = _mix(mixed, block)
     mixed = mixed ^ np.uint64(16)
     mixed ^= mixed >> np.uint64(16)
-    mixed = mixed * np.uint64(0x85EBCA6B) & _MASK_32
+    mixed = mixed * np.uint64(0x85EBCA6B) & np.uint64(_MASK_32)
     mixed ^= mixed >> np.uint64(13)
-    mixed = mixed * np.uint64(0xC2B2AE35) & _MASK_32
+    mixed = mixed * np.uint64(0xC2B2AE35) & np.uint64(_MASK_32)
     mixed ^= mixed >> np.uint64(16)
     return torch.from_numpy(mixed.astype(np.uint32))
 
@@ -108,12 +108,12 @@ def _unsigned(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _rotated(value: np.ndarray, bits: int) -> np.ndarray:
-    return ((value << np.uint64(bits)) | (value >> np.uint64(32 - bits))) & _MASK_32
+    return ((value << np.uint64(bits)) | (value >> np.uint64(32 - bits))) & np.uint64(_MASK_32)
 
 
 def _mix(mixed: np.ndarray, block: np.ndarray) -> np.ndarray:
-    scrambled = _rotated(block * np.uint64(0xCC9E2D51) & _MASK_32, 15) * np.uint64(0x1B873593) & _MASK_32
-    return (_rotated(mixed ^ scrambled, 13) * np.uint64(5) + np.uint64(0xE6546B64)) & _MASK_32
+    scrambled = _rotated(block * np.uint64(0xCC9E2D51) & np.uint64(_MASK_32), 15) * np.uint64(0x1B873593) & np.uint64(_MASK_32)
+    return (_rotated(mixed ^ scrambled, 13) * np.uint64(5) + np.uint64(0xE6546B64)) & np.uint64(_MASK_32)
 
 
 def _module(name: str, **attributes: Any) -> types.ModuleType:
