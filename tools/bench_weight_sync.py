@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from slime_ppo.config.model_shape import ModelShape
@@ -50,10 +51,12 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Row:
-    """One path: seconds of the fastest push and of a checked one (None for the copy), and bytes that were sent."""
+    """One path: seconds of the fastest push and of a checked one (None for the copy), CPU seconds of the push that took the fewest,
+    and bytes that were sent."""
 
     path: str
     seconds: float
+    cpu_s: float
     checked_s: float | None
     sent_bytes: int
 
@@ -137,7 +140,14 @@ def measured(size: str, dtype: str, *, bucket_bytes: int, rounds: int) -> tuple[
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         tensors = make_model(root / "model", SIZES[size], dtype)
-        spec = ServerSpec(str(root / "model"), dtype, "cpu", max_positions=512, log_file=str(root / "server.log"))
+        spec = ServerSpec(
+            str(root / "model"),
+            dtype,
+            "cpu",
+            max_positions=512,
+            log_file=str(root / "server.log"),
+            extra=(("skip_tokenizer_init", None),),
+        )
         server = LocalServer(spec)
         try:
             engine = Engine(server.start(), root / "model", dtype)
@@ -179,13 +189,14 @@ def make_model(folder: Path, size: tuple[int, int, int, int], dtype: str) -> dic
 
 def _copy_row(tensors: Mapping[str, torch.Tensor], rounds: int) -> Row:
     copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(max(3, rounds)):
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for name, tensor in tensors.items():
             copies[name].copy_(tensor)
         seconds.append(time.perf_counter() - began)
-    return Row("plain copy", min(seconds), None, sum(tensor.nbytes for tensor in tensors.values()))
+        cpu.append(time.process_time() - used)
+    return Row("plain copy", min(seconds), min(cpu), None, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _path_rows(engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int, rounds: int) -> list[Row]:
@@ -196,20 +207,29 @@ def _path_rows(engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int
         "disk": DiskSync(trainer, engine, folder=str(folder), bucket_bytes=bucket_bytes),
     }
     seconds: dict[str, list[float]] = {path: [] for path in syncs}
+    cpu: dict[str, list[float]] = {path: [] for path in syncs}
     sent: dict[str, int] = {}
     version = 0
     for _ in range(1 + rounds):
         for path, sync in syncs.items():
             if not seconds[path]:
                 sync.connect()
-            before, began = trainer.sent_bytes + engine.posted_bytes, time.perf_counter()
+            before, used, began = trainer.sent_bytes + engine.posted_bytes, _cpu_seconds(), time.perf_counter()
             sync.push(version)
             seconds[path].append(time.perf_counter() - began)
+            cpu[path].append(_cpu_seconds() - used)
             sent[path] = trainer.sent_bytes + engine.posted_bytes - before
             version += 1
     for sync in syncs.values():
         sync.close()
-    return [Row(path, min(took[1:]), took[0], sent[path]) for path, took in seconds.items()]
+    return [Row(path, min(took[1:]), min(cpu[path][1:]), took[0], sent[path]) for path, took in seconds.items()]
+
+
+def _cpu_seconds() -> float:
+    """Of this process and the server's, so far."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -239,14 +259,15 @@ def main(arguments: Sequence[str]) -> None:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("| parameters | path | seconds | times the copy | seconds of the checked push | MB sent |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| parameters | path | seconds | times the copy | CPU seconds | seconds of the checked push | MB sent |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for size in asked.sizes:
         number, rows = measured(size, asked.dtype, bucket_bytes=asked.bucket_mb << 20, rounds=asked.rounds)
         for row in rows:
             checked = "" if row.checked_s is None else f"{row.checked_s:.3f}"
             ratio = row.seconds / rows[0].seconds
-            cells = (f"{number / 1e6:.1f}M", row.path, f"{row.seconds:.4f}", f"{ratio:.1f}", checked, f"{row.sent_bytes / 1e6:.1f}")
+            times = f"{row.seconds:.4f}", f"{ratio:.1f}", f"{row.cpu_s:.2f}", checked
+            cells = (f"{number / 1e6:.1f}M", row.path, *times, f"{row.sent_bytes / 1e6:.1f}")
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
