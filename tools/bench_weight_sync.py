@@ -2,6 +2,7 @@
 
     python tools/bench_weight_sync.py                       1M, 50M and 500M parameters in float32, one server each
     python tools/bench_weight_sync.py --sizes 1M --rounds 5
+    python tools/bench_weight_sync.py --sizes 500M --paths distributed disk
 
 The server is stock SGLang on a CPU; the trainer is this process with the weights of a random Llama in its memory, so that the
 gather over a trainer's ranks is not in the figures. Seconds are the least over rounds in which the paths take turns, pause and
@@ -46,6 +47,7 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = {
     "50M": (8, 640, 1792, 8192),
     "500M": (16, 1536, 4352, 16384),
 }
+PATHS = ("tensor", "distributed", "disk")
 TIMEOUT_S = 600.0
 
 
@@ -135,7 +137,7 @@ class Engine:
         self._loop.close()
 
 
-def measured(size: str, dtype: str, *, bucket_bytes: int, rounds: int) -> tuple[int, list[Row]]:
+def measured(size: str, dtype: str, *, paths: Sequence[str], bucket_bytes: int, rounds: int) -> tuple[int, list[Row]]:
     """Parameters, and the rows of one size: the copy first."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -152,11 +154,12 @@ def measured(size: str, dtype: str, *, bucket_bytes: int, rounds: int) -> tuple[
         try:
             engine = Engine(server.start(), root / "model", dtype)
             trainer = Trainer(root / "model", tensors, bucket_bytes)
-            rows = _copy_row(tensors, rounds), *_path_rows(engine, trainer, root / "versions", bucket_bytes, rounds)
+            syncs = _syncs(engine, trainer, root / "versions", bucket_bytes)
+            rows = [_copy_row(tensors, rounds), *_path_rows(engine, trainer, {path: syncs[path] for path in paths}, rounds)]
             engine.close()
         finally:
             server.stop()
-    return sum(tensor.numel() for tensor in tensors.values()), list(rows)
+    return sum(tensor.numel() for tensor in tensors.values()), rows
 
 
 def make_model(folder: Path, size: tuple[int, int, int, int], dtype: str) -> dict[str, torch.Tensor]:
@@ -199,13 +202,16 @@ def _copy_row(tensors: Mapping[str, torch.Tensor], rounds: int) -> Row:
     return Row("plain copy", min(seconds), min(cpu), None, sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _path_rows(engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int, rounds: int) -> list[Row]:
-    """Paths take turns; the first push of each is the checked one."""
-    syncs: dict[str, WeightSync] = {
+def _syncs(engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int) -> dict[str, WeightSync]:
+    return {
         "tensor": TensorSync(trainer, engine, bucket_bytes=bucket_bytes),
         "distributed": DistributedSync(trainer, engine, bucket_bytes=bucket_bytes),
         "disk": DiskSync(trainer, engine, folder=str(folder), bucket_bytes=bucket_bytes),
     }
+
+
+def _path_rows(engine: Engine, trainer: Trainer, syncs: Mapping[str, WeightSync], rounds: int) -> list[Row]:
+    """Paths take turns; the first push of each is the checked one."""
     seconds: dict[str, list[float]] = {path: [] for path in syncs}
     cpu: dict[str, list[float]] = {path: [] for path in syncs}
     sent: dict[str, int] = {}
@@ -253,6 +259,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the table as Markdown, size by size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--bucket-mb", type=int, default=64, help="bytes of one bucket, in units of 2^20")
     parser.add_argument("--rounds", type=int, default=3)
@@ -262,7 +269,7 @@ def main(arguments: Sequence[str]) -> None:
     print("| parameters | path | seconds | times the copy | CPU seconds | seconds of the checked push | MB sent |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for size in asked.sizes:
-        number, rows = measured(size, asked.dtype, bucket_bytes=asked.bucket_mb << 20, rounds=asked.rounds)
+        number, rows = measured(size, asked.dtype, paths=asked.paths, bucket_bytes=asked.bucket_mb << 20, rounds=asked.rounds)
         for row in rows:
             checked = "" if row.checked_s is None else f"{row.checked_s:.3f}"
             ratio = row.seconds / rows[0].seconds
