@@ -27,6 +27,7 @@ setup(
         "numpy>=1.26,<3",
         "pyyaml>=6,<7",
         "tqdm>=4.66,<5",  # progress bar on a terminal
+        "aiohttp>=3.10,<4",  # requests to reward servers
         "pebble>=5.1,<6",  # reward processes that are killed at their timeout
     ],
     extras_require={

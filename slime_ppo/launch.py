@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +16,21 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
+from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
+from slime_ppo.orchestration.engine_settings import check_sglang
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
 from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
 from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
-from slime_ppo.rewards.base import resolve_reward
+from slime_ppo.rewards.resolve import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RunInfo, Tracker
 from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
-from slime_ppo.types.sample import Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -40,15 +42,15 @@ _LEXICON_NOTE = (
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read and checked before any device is used."""
+    """What is read and checked before any device is used. `num_dropped`: prompts left out, by the path of their file."""
 
     tokenizer: TextTokenizer
     vocab_size: int
     prompts: JsonlDataSource
-    heldout: tuple[Prompt, ...]
-    num_dropped: int
-    num_heldout_dropped: int
+    eval_sets: tuple[EvalSet, ...]
+    num_dropped: Mapping[str, int]
     rewards: RewardRunner
+    reward_warnings: tuple[str, ...]
     tracker: Tracker
 
 
@@ -67,7 +69,7 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             inputs = read_inputs(config, returns_support=launcher.returns_support)
             _open_logs(config)
             stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config), *_left_out(config, inputs))
+            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *_left_out(config, inputs))
             stack.enter_context(launcher)
             say(launcher.description)
             parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
@@ -107,29 +109,31 @@ def read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
 def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     shapes = preflight(config)
     check_engine_support(config, returns_support=returns_support)
+    check_sglang(config)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    heldout: tuple[Prompt, ...] = ()
-    num_heldout_dropped = 0
-    if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
-        heldout_source = _read_prompts(config, tokenizer, config.eval.eval_prompt_data, origin="--eval-prompt-data")
-        heldout, num_heldout_dropped = heldout_source.prompts, heldout_source.num_dropped
+    paths = config.eval.data_sets if config.eval.eval_interval > 0 else {}
+    eval_sources = {name: _read_prompts(config, tokenizer, path, origin="--eval-prompt-data") for name, path in paths.items()}
     reward = config.reward
     prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
+    reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
     return RunInputs(
         tokenizer=tokenizer,
         vocab_size=shapes.actor.vocab_size,
         prompts=prompts,
-        heldout=heldout,
-        num_dropped=prompts.num_dropped,
-        num_heldout_dropped=num_heldout_dropped,
+        eval_sets=tuple(EvalSet(name, source.prompts) for name, source in eval_sources.items()),
+        num_dropped={
+            config.data.prompt_data: prompts.num_dropped,
+            **{paths[name]: source.num_dropped for name, source in eval_sources.items()},
+        },
         rewards=RewardRunner(
-            resolve_reward(reward.rm_type, reward.custom_rm_path),
+            reward_spec,
             num_workers=reward.reward_num_workers,
             batch_size=reward.reward_batch_size,
             timeout_s=reward.reward_timeout_s,
             on_bad_sample=reward.on_bad_sample,
             log_file=Path(config.run.save) / "logs" / "reward.log",
         ),
+        reward_warnings=reward_spec.warnings,
         tracker=build_trackers(config.tracking),
     )
 
@@ -151,8 +155,8 @@ def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin
 
 def _left_out(config: Config, inputs: RunInputs) -> list[str]:
     """What --overlong-prompt drop has left out, a line per file."""
-    counts = ((config.data.prompt_data, inputs.num_dropped), (config.eval.eval_prompt_data, inputs.num_heldout_dropped))
     limit = config.data.rollout_max_prompt_len
+    counts = inputs.num_dropped.items()
     return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
 
 
@@ -199,22 +203,30 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
     keeper = EngineKeeper(turns, roles.sync, roles.engine, clock, attempts=config.push_attempts)
+    samples = SampleBuilder(
+        engine=roles.engine,
+        tokenizer=inputs.tokenizer,
+        run_seed=config.run.seed,
+        vocab_size=inputs.vocab_size,
+        mask_truncated=config.ppo.truncation_policy == "mask",
+        restore=keeper.restore,
+    )
     return TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
         turns=turns,
         engine=keeper,
-        samples=SampleBuilder(
-            engine=roles.engine,
-            tokenizer=inputs.tokenizer,
-            run_seed=config.run.seed,
-            vocab_size=inputs.vocab_size,
-            mask_truncated=config.ppo.truncation_policy == "mask",
-            restore=keeper.restore,
-        ),
+        samples=samples,
         rewards=inputs.rewards,
         prompts=inputs.prompts,
-        heldout=inputs.heldout,
+        evaluation=Evaluation.of(
+            config,
+            inputs.eval_sets,
+            samples=samples,
+            rewards=inputs.rewards,
+            tracker=inputs.tracker,
+            check_alive=roles.check_alive,
+        ),
         tracker=inputs.tracker,
         clock=clock,
         check_alive=roles.check_alive,

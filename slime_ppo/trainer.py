@@ -12,6 +12,7 @@ are awake, and the critic's value updates run beside the actor's policy updates.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.source import DataSource
 from slime_ppo.errors import NumericsError, RewardError
+from slime_ppo.evaluation import Evaluation
 from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
@@ -30,18 +32,21 @@ from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder, without_aborted
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
+from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
 from slime_ppo.tracking.phrases import common_phrases
 from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
     is_early_stopped,
     is_skipped,
+    pass_metrics,
+    sample_metrics,
     stage_metrics,
     step_records,
     training_metrics,
 )
-from slime_ppo.tracking.sample_records import heldout_records, training_records
+from slime_ppo.tracking.sample_records import training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import Prompt, Sample, SamplingParams
+from slime_ppo.types.sample import Sample, SamplingParams
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
 
@@ -50,8 +55,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the loop is made of. `critic` is None when the advantage estimator needs none. `heldout` prompts are answered
-    greedily for evaluation; `check_alive` raises when a process of the run has died, for waits that would not notice;
+    """What the loop is made of. `critic` is None when the advantage estimator needs none. `evaluation` has
+    no data sets where none is wanted; `check_alive` raises when a process of the run has died, for waits that would not notice;
     `side_by_side` is None where the roles share devices."""
 
     actor: TrainGroup
@@ -61,7 +66,7 @@ class TrainerParts:
     samples: SampleBuilder
     rewards: RewardRunner
     prompts: DataSource
-    heldout: Sequence[Prompt]
+    evaluation: Evaluation
     tracker: Tracker
     clock: RunClock
     check_alive: Callable[[], None]
@@ -101,7 +106,7 @@ class PpoTrainer:
         parts.turns.take("actor")
         with clock.phase("log-probs"):
             handle, log_prob_stats = parts.actor.compute_log_probs(parts.actor.put(batch))
-        self._check_gap(log_prob_stats)
+        self._check_gap(log_prob_stats, samples, handle)
 
         if parts.critic is None:
             with clock.phase("advantages"):
@@ -113,10 +118,11 @@ class PpoTrainer:
         actor_steps, critic_steps = self.train(handle, plan, trains_actor=trains_actor)
         self.version += any(not is_skipped(step) for step in actor_steps)
 
-        if rollout_id == self.config.run.num_rollout - 1 and parts.heldout:
+        if rollout_id == self.config.run.num_rollout - 1 and parts.evaluation.data_sets:
             parts.engine.push(self.version)
             metrics |= self.evaluate(rollout_id)
-        metrics |= batch_metrics(batch) | stage_metrics(log_prob_stats, advantage_stats)
+        metrics |= batch_metrics(batch) | sample_metrics(samples) | self._pass_metrics(batch)
+        metrics |= stage_metrics(log_prob_stats, advantage_stats)
         metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.kl.beta}
         metrics["rollout/num_dropped"] = float(self.config.samples_per_rollout - len(samples))
         metrics["train/num_dropped"] = float(plan.num_dropped)
@@ -142,7 +148,7 @@ class PpoTrainer:
             answered = self.parts.samples.generate(
                 rollout_id,
                 prompts,
-                self._sampling(rollout.rollout_temperature, rollout.rollout_max_response_len),
+                self._sampling(),
                 n_samples_per_prompt=rollout.n_samples_per_prompt,
                 purpose="rollout",
             )
@@ -174,25 +180,9 @@ class PpoTrainer:
         return steps["actor"], steps["critic"]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Mean reward of greedy answers to the held-out prompts; the answers go to the report."""
+        """Answers to the held-out prompts by the engine's present weights, as metrics; some of the answers go to the report."""
         with self.parts.clock.phase("evaluate"):
-            answered = self.parts.samples.generate(
-                rollout_id,
-                self.parts.heldout,
-                self._sampling(0.0, self.config.eval_max_response_len),
-                n_samples_per_prompt=1,
-                purpose="eval",
-            )
-            scored = self.parts.rewards.score(without_aborted(answered, self.version), check=self.parts.check_alive).samples
-        tokenizer = self.parts.samples.tokenizer
-        logged = scored[: self.config.tracking.num_logged_samples]
-        self.parts.tracker.log_table(rollout_id, heldout_records(rollout_id, logged, tokenizer.token_strings))
-        if not scored:
-            return {}
-        return {
-            "eval/heldout_reward": sum(float(s.reward or 0.0) for s in scored) / len(scored),
-            "eval/heldout_response_len": sum(len(s.response_ids) for s in scored) / len(scored),
-        }
+            return self.parts.evaluation.run(rollout_id, self.version)
 
     def _plan(self, batch: RolloutBatch) -> StepPlan:
         """Who trains in which step; samples without a trainable token are in none. When no step is left (nothing trainable, or
@@ -248,21 +238,26 @@ class PpoTrainer:
             for step in plan.steps
         ]
 
-    def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
-        rollout, tokenizer = self.config.rollout, self.parts.samples.tokenizer
+    def _sampling(self) -> SamplingParams:
+        """The rollouts' sampler; evaluation has its own."""
+        rollout = self.config.rollout
         return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
             top_p=rollout.rollout_top_p,
             top_k=rollout.sampler_top_k,
             min_p=rollout.rollout_min_p,
-            stop_token_ids=tuple(tokenizer.eos_ids),
+            stop_token_ids=tuple(self.parts.samples.tokenizer.eos_ids),
         )
 
     def _evaluation_due(self, rollout_id: int) -> bool:
         """Before a rollout whose number is a multiple of the interval; the last rollout is evaluated after its updates."""
         last = rollout_id == self.config.run.num_rollout - 1
-        return bool(self.parts.heldout) and not last and rollout_id % self.config.eval.eval_interval == 0
+        return bool(self.parts.evaluation.data_sets) and not last and rollout_id % self.config.eval.eval_interval == 0
+
+    def _pass_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        copies, threshold = self.config.rollout.n_samples_per_prompt, self.config.reward.pass_threshold
+        return pass_metrics(batch, n_samples_per_prompt=copies, threshold=threshold)
 
     def _check_process_rewards(self, samples: Sequence[Sample]) -> None:
         """Refuse process rewards that the advantage estimator would not read."""
@@ -276,17 +271,18 @@ class PpoTrainer:
                     "would be lost. Use gae or reinforce_plus_plus, or return no process rewards"
                 )
 
-    def _check_gap(self, stats: Stats) -> None:
-        """Stop when engine and trainer no longer agree on the tokens' log-probs (--max-logprob-gap)."""
+    def _check_gap(self, stats: Stats, samples: Sequence[Sample], handle: BatchHandle) -> None:
+        """Stop when engine and trainer no longer agree on the tokens' log-probs, over the support or over the full vocabulary
+        (--max-logprob-gap), and leave the worst tokens in a file."""
         limit = self.config.rollout.max_logprob_gap
-        if "logprob_gap_max" not in stats.maxima:
-            return
-        gap = stats.maxima["logprob_gap_max"]
-        if 0 < limit < gap:
+        measured = [stats.maxima[name] for name in ("logprob_gap_max", "logprob_gap_full_max") if name in stats.maxima]
+        if measured and 0 < limit < max(measured):
+            tokens = worst_tokens(samples, self.parts.actor.fetch(handle), self.parts.samples.tokenizer.token_strings)
+            dumped = dump_tokens(Path(self.config.run.save) / "logs" / "logprob_gap.jsonl", tokens)
             raise NumericsError(
-                f"engine and trainer differ by {gap:.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: the "
-                "engine generates with other weights, another temperature or another support than the trainer believes. With "
-                "--dtype bfloat16 rounding alone gives a few hundredths: raise the limit, or 0 turns it off"
+                f"engine and trainer differ by {max(measured):.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: "
+                "the engine generates with other weights, another temperature or another support than the trainer believes. "
+                f"{dumped}. With --dtype bfloat16 rounding alone gives a few hundredths: raise the limit, or 0 turns it off"
             )
 
     def _warn_of_value_clip(self, metrics: Mapping[str, float]) -> None:

@@ -14,6 +14,7 @@ from slime_ppo.config.execution_checks import check_execution, check_execution_o
 from slime_ppo.config.fields import shown
 from slime_ppo.config.layout_checks import check_layout, check_layout_of_model
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.reward_checks import check_reward
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
 from slime_ppo.config.root import OPTION_BY_KEY, Config
@@ -32,7 +33,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
     for check in (
         _check_bounds,
         check_algorithm,
-        _check_reward,
+        check_reward,
         _check_sampler,
         check_engine,
         check_layout,
@@ -49,8 +50,14 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
 
 def check_engine_support(config: Config, *, returns_support: bool) -> None:
     """Refuse top-k, top-p and min-p for an engine that does not return the support it sampled from (SEMANTICS 2)."""
+    checked = Checked(config, {}, config.values())
+    if config.eval.eval_interval > 0 and config.eval.restrictions and not returns_support:
+        given = " and ".join(checked.cite(f"eval.{name}") for name in config.eval.restrictions)
+        raise ConfigError(
+            f"{given}: engine {config.rollout.engine} does not return the support of each token, as every restricted sampler must. "
+            "Evaluate greedily (--eval-temperature 0) or without the restriction"
+        )
     if config.rollout.restricted and not returns_support:
-        checked = Checked(config, {}, config.values())
         raise ConfigError(
             f"the sampler is restricted by {cite_restrictions(checked)}, but engine {config.rollout.engine} does not return the "
             "support of each token, so the trainer's ratios would be of another distribution. Use --rollout-top-p 1, "
@@ -128,14 +135,6 @@ def _check_bounds(checked: Checked) -> None:
         spec = OPTION_BY_KEY[key]
         if not spec.admits(value):
             raise ConfigError(spec.refusal(shown(value) or "empty", checked.origin(key)))
-
-
-def _check_reward(checked: Checked) -> None:
-    if checked.config.reward.rm_type is None and checked.config.reward.custom_rm_path is None:
-        raise ConfigError(
-            f"no reward: {checked.cite('reward.rm_type')} and no --custom-rm-path. Name a built-in reward, or give your own as "
-            "--custom-rm-path package.module.function"
-        )
 
 
 def _check_sampler(checked: Checked) -> None:
@@ -236,7 +235,17 @@ def _check_weight_bucket(checked: Checked) -> None:
 
 
 def _check_eval(checked: Checked) -> None:
-    if checked.config.eval.eval_interval > 0 and checked.config.eval.eval_prompt_data is None:
+    settings = checked.config.eval
+    try:
+        _ = settings.data_sets
+    except ValueError as error:
+        raise ConfigError(f"{checked.cite('eval.eval_prompt_data')}: {error}") from error
+    if settings.eval_n_samples_per_prompt > 1 and settings.eval_temperature == 0:
+        raise ConfigError(
+            f"{checked.cite('eval.eval_n_samples_per_prompt')} with {checked.cite('eval.eval_temperature')}: greedy answers to one "
+            "prompt are all the same. Set an --eval-temperature above 0, or ask for one answer"
+        )
+    if settings.eval_interval > 0 and settings.eval_prompt_data is None:
         raise ConfigError(
             f"{checked.cite('eval.eval_interval')} needs --eval-prompt-data: a file of held-out prompts. Give one, or set "
             "--eval-interval 0"

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,23 @@ def check_weight_files(folder: Path) -> None:
             raise CheckpointError(f"{index} says that {file} holds {absent[0]}, which it does not: download the model again")
 
 
-def read_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Tensor name -> (shape, safetensors' name of its type, like "BF16") of a folder. Headers only are read; CheckpointError."""
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a folder as its file's header says; `dtype` in safetensors' words, as in "BF16"."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of `folder` by name. Headers only are read. Raises CheckpointError as `check_weight_files` does."""
     check_weight_files(folder)
     index = folder / INDEX_FILE
-    names = sorted(set(read_weight_map(index).values())) if index.is_file() else [SINGLE_FILE]
-    return {
-        name: (tuple(entry["shape"]), str(entry["dtype"]))
-        for file in names
-        for name, entry in _read_header(folder / file).items()
-        if name != "__metadata__"
-    }
+    homes = read_weight_map(index) if index.is_file() else dict.fromkeys(_read_header(folder / SINGLE_FILE), SINGLE_FILE)
+    headers = {file: _read_header(folder / file) for file in set(homes.values())}
+    found = {name: (file, headers[file][name]) for name, file in homes.items() if name != "__metadata__"}
+    return {name: TensorEntry(file, entry["dtype"], tuple(entry["shape"])) for name, (file, entry) in found.items()}
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -60,8 +60,8 @@ def check_files(config: Config) -> None:
     if config.has_critic:
         _check_model_folder("--critic-load", config.role("critic").hf_folder)
     _check_prompt_file("--prompt-data", config.data.prompt_data)
-    if config.eval.eval_interval > 0 and config.eval.eval_prompt_data is not None:
-        _check_prompt_file("--eval-prompt-data", config.eval.eval_prompt_data)
+    for path in config.eval.data_sets.values() if config.eval.eval_interval > 0 else ():
+        _check_prompt_file("--eval-prompt-data", path)
     _check_folders_apart(config)
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
@@ -140,9 +140,7 @@ def _inputs(config: Config) -> dict[str, str]:
     }
     if config.has_critic:
         paths["--critic-load"] = config.role("critic").hf_folder
-    if config.eval.eval_prompt_data is not None:
-        paths["--eval-prompt-data"] = config.eval.eval_prompt_data
-    return paths
+    return paths | {f"--eval-prompt-data, {name}": path for name, path in config.eval.data_sets.items()}
 
 
 def _check_not_above(flag: str, folder: str, kept: Mapping[str, str]) -> None:

@@ -55,7 +55,8 @@ class RolloutConfig:
     )
     max_logprob_gap: float = option(
         0.0,
-        help="stop the run when |engine - trainer| log-prob of a token, before any update, passes this; 0 = off",
+        help="stop the run when |engine - trainer| log-prob of a token, before any update, passes this, and write the worst "
+        "tokens to logs/logprob_gap.jsonl; 0 = off",
         unit="nats",
         at_least=0,
     )

@@ -19,7 +19,7 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.config.recompute import RecomputeConfig
 from slime_ppo.config.reward import RewardConfig
 from slime_ppo.config.roles import ROLE_NAMES, RoleName, RoleSettings
-from slime_ppo.config.rollout import RolloutConfig
+from slime_ppo.config.rollout import SGLANG_MAX_TOP_K, RolloutConfig
 from slime_ppo.config.run import RunConfig
 from slime_ppo.config.sglang import SglangConfig
 from slime_ppo.config.tracking import TrackingConfig
@@ -151,6 +151,13 @@ class Config:
         """Longest held-out response, default resolved."""
         given = self.eval.eval_max_response_len
         return self.rollout.rollout_max_response_len if given is None else given
+
+    @property
+    def eval_sampler_top_k(self) -> int:
+        """top-k of held-out responses, with off as 0, and as the engine demands it where they are restricted."""
+        given, restricted = max(self.eval.eval_top_k, 0), self.eval.eval_top_p < 1 or self.eval.eval_min_p > 0
+        sets = self.rollout.engine == "sglang" and given == 0 and restricted and self.eval.eval_temperature > 0
+        return SGLANG_MAX_TOP_K if sets else given
 
     @property
     def max_sample_tokens(self) -> int:

@@ -14,6 +14,8 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
+    yield from _of_the_evaluation(config)
+    yield from _of_the_reward(config)
     if config.batch.use_dynamic_batch_size:
         yield "batch.micro_batch_size", "micro-batches of so many samples (--no-use-dynamic-batch-size)"
     if not config.cluster.colocate:
@@ -72,6 +74,18 @@ def _of_the_losses(config: Config) -> Iterator[tuple[str, str]]:
         yield "ppo.entropy_support", _RESTRICTED
 
 
+def _of_the_evaluation(config: Config) -> Iterator[tuple[str, str]]:
+    if config.rollout.n_samples_per_prompt == config.eval.eval_n_samples_per_prompt == 1:
+        yield "reward.pass_threshold", "--n-samples-per-prompt or --eval-n-samples-per-prompt above 1"
+    if config.eval.eval_interval == 0:
+        for spec in OPTIONS:
+            if spec.section == "eval":
+                yield spec.key, "--eval-interval above 0"
+    elif config.eval.eval_temperature == 0:
+        for name in ("eval_top_p", "eval_top_k", "eval_min_p"):
+            yield f"eval.{name}", "--eval-temperature above 0"
+
+
 def _of_the_correction(config: Config) -> Iterator[tuple[str, str]]:
     correction = config.correction
     if correction.mode == "none":
@@ -86,3 +100,14 @@ def _of_the_correction(config: Config) -> Iterator[tuple[str, str]]:
         yield "correction.rejection_high", "--rollout-rejection sequence or geometric"
     if correction.use_rollout_log_probs:
         yield "rollout.max_logprob_gap", "log-probs that are recomputed (--no-use-rollout-log-probs)"
+
+
+def _of_the_reward(config: Config) -> Iterator[tuple[str, str]]:
+    served_by = config.reward.served_by
+    if served_by is None:
+        for name in ("rm_url", "rm_timeout_s", "rm_max_attempts", "rm_api_key_file"):
+            yield f"reward.{name}", "--rm-type remote or reward_model, and no --custom-rm-path"
+    if served_by != "remote":
+        yield "reward.rm_concurrency", "--rm-type remote"
+    if served_by != "reward_model":
+        yield "reward.rm_input", "--rm-type reward_model"

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,7 @@ from slime_ppo.config.launcher import launcher_text
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import EchoedError
+from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
@@ -29,12 +31,12 @@ from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
 from slime_ppo.types.step_plan import StepPlan
-from slime_ppo.weight_sync.base import Meeting, check_bucket, check_first
+from slime_ppo.weight_sync.base import Meeting, check_first
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
-from slime_ppo.weight_sync.tensor import TensorSync
 
 if TYPE_CHECKING:
     from slime_ppo.rollout.embedded.engine import EmbeddedEngine
+    from slime_ppo.rollout.sglang.engine import SGLangEngine
 
 _log = logging.getLogger(__name__)
 
@@ -213,7 +215,7 @@ class LocalRolloutEngine:
         self._engine.load_bucket(index, flat)
 
     def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
-        check_bucket(self._engine, bucket, flat)
+        self._engine.check_bucket(bucket, flat)
 
     def end_update(self) -> int:
         return self._engine.end_update()
@@ -228,6 +230,7 @@ class LocalLauncher:
         self._config = config
         self._world = world
         self._ranks: LocalRanks | None = None
+        self._servers: SGLangEngine | None = None
 
     @property
     def description(self) -> str:
@@ -238,6 +241,8 @@ class LocalLauncher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         code = 0 if error is None else error.exit_code if isinstance(error, Interrupted) else 1
+        if self._servers is not None:
+            self._servers.close()
         if self._ranks is None:
             self._world.end(code)
         else:
@@ -256,12 +261,16 @@ class LocalLauncher:
             ranks.call("critic start-up", "start_critic", settings, config.ppo)
         numbers = count()
         bucket_bytes = config.rollout.weight_bucket_bytes
-        groups = {role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes) for role in config.roles}
-        engine = self._start_engine(device)
+        sync_timeout_s = config.rollout.weight_sync_timeout_s
+        groups = {
+            role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes, sync_timeout_s=sync_timeout_s)
+            for role in config.roles
+        }
+        engine = self._start_embedded(device) if config.rollout.engine == "embedded" else self._start_sglang(device, log_dir)
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=TensorSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
+            sync=weight_sync(config, groups["actor"], engine, device=device),
             check_alive=self._world.check_alive,
             side_by_side=None,
         )
@@ -287,7 +296,22 @@ class LocalLauncher:
         self._world.wait_for_ranks(self._config.cluster.worker_start_timeout_s)
         return start
 
-    def _start_engine(self, device: DeviceKind) -> LocalRolloutEngine:
+    def _start_sglang(self, device: DeviceKind, log_dir: str) -> "SGLangEngine":
+        """Servers of this process, on its node; they end with it."""
+        from slime_ppo.rollout.sglang.engine import SGLangEngine
+        from slime_ppo.rollout.sglang.server import LocalServer
+
+        config = self._config
+        specs = server_specs(config, device=device, log_dir=log_dir)
+        if device == "cuda":
+            specs = [replace(spec, gpu_ids=tuple(bundles)) for spec, bundles in zip(specs, config.engine_bundles, strict=True)]
+        servers = [LocalServer(spec) for spec in specs] or external_servers(config)
+        engine = self._servers = SGLangEngine(servers, engine_settings(config, device=device))
+        if config.offloads:
+            engine.offload(EnginePart.ALL)
+        return engine
+
+    def _start_embedded(self, device: DeviceKind) -> LocalRolloutEngine:
         from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 
         config = self._config

@@ -23,6 +23,8 @@ _REACH_TIMEOUT_S = 5.0
 
 # shares of a bundle whose device three tenants share; otherwise a bundle is one tenant's alone
 TENANT_SHARE: Mapping[str, float] = {"actor": 0.4, "critic": 0.4, "rollout": 0.2}
+# a process that computes nothing, beside those of its bundle
+NO_SHARE = "client"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class RayCluster:
 
     def spawn(self, process: type, *, tenant: str, bundle: int, arguments: Sequence[object]) -> Any:
         """Start an actor process in a bundle with the tenant's share of its device; bundles count node by node."""
-        share = TENANT_SHARE[tenant] if self._settings.colocate else 1.0
+        share = 0.0 if tenant == NO_SHARE else TENANT_SHARE[tenant] if self._settings.colocate else 1.0
         if self._group is None:
             raise RuntimeError("the cluster has not been entered")
         strategy = PlacementGroupSchedulingStrategy(

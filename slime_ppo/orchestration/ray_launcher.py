@@ -1,21 +1,22 @@
 """Training on a Ray cluster: one process per rank and role, one for the engine."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
 from slime_ppo.config.root import Config
 from slime_ppo.config.transformer_impl import chosen_transformer_impl
-from slime_ppo.orchestration.placement import ClusterSettings, RayCluster
+from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
+from slime_ppo.orchestration.placement import NO_SHARE, ClusterSettings, RayCluster
 from slime_ppo.orchestration.protocols import RunningRoles
 from slime_ppo.orchestration.ray_environment import cluster_address
 from slime_ppo.orchestration.ray_health import Call, check_alive, gather
-from slime_ppo.orchestration.ray_rollout import RayRolloutEngine
+from slime_ppo.orchestration.ray_rollout import RayRolloutEngine, RayServers
 from slime_ppo.orchestration.ray_train_group import RaySideBySide, RayTrainGroup
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import WorkerSettings
-from slime_ppo.weight_sync.tensor import TensorSync
 
 
 class RayLauncher:
@@ -53,33 +54,84 @@ class RayLauncher:
                 log_dir=log_dir,
                 timeout_s=timeout_s,
                 bucket_bytes=bucket_bytes,
+                sync_timeout_s=config.rollout.weight_sync_timeout_s,
                 watched=watched,
             )
             for role in config.roles
         }
-        [place] = bundles["rollout"]
-        engine = RayRolloutEngine(cluster, bundle=place, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
-        starting = engine.start(
-            os.path.abspath(config.model.hf_checkpoint),
-            dtype=config.model.dtype,
-            device=cluster.device,
-            trust_remote_code=config.model.trust_remote_code,
-            fp32_lm_head=config.model.fp32_lm_head,
-            num_threads=config.cluster.num_threads_per_rank,
-            starts_offloaded=config.offloads,
-        )
-        limits: Any = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
+        begin = _begin_embedded if config.rollout.engine == "embedded" else _begin_sglang
+        starting = begin(config, cluster, log_dir=log_dir, watched=watched)
+        engine, limits = starting.engine, starting.limits
+        if cluster.device == "cuda" and config.offloads:
+            starting.finish()  # alone on the GPUs, before the roles take their memory
         meeting_points = gather([group.rendezvous() for group in groups.values()], phase="start-up", **limits)
         for role, point in zip(groups, meeting_points, strict=True):
-            starting += _start_role(config, groups[role], worker_settings(config, role, init_method=point, device=cluster.device))
-        gather(starting, phase="start-up", **limits)
+            ranks = worker_settings(config, role, init_method=point, device=cluster.device)
+            starting.calls += _start_role(config, groups[role], ranks)
+        starting.finish()
         return RunningRoles(
             groups=groups,
             engine=engine,
-            sync=TensorSync(groups["actor"], engine, bucket_bytes=bucket_bytes),
+            sync=weight_sync(config, groups["actor"], engine, device=cluster.device),
             check_alive=lambda: check_alive(watched, where()),
             side_by_side=None if config.cluster.colocate else RaySideBySide(groups, timeout_s=timeout_s, watched=watched),
         )
+
+
+@dataclass
+class _Starting:
+    """An engine that starts: calls to wait for, and what begins when they have ended (None: nothing, or it has begun)."""
+
+    engine: RayRolloutEngine
+    calls: list[Call]
+    then: Callable[[], Call] | None
+    limits: Mapping[str, Any]
+
+    def finish(self) -> None:
+        """Wait until all has started that was begun; the engine after its servers."""
+        gather(self.calls, phase="start-up", **self.limits)
+        self.calls = []
+        if self.then is not None:
+            gather([self.then()], phase="start-up", **self.limits)
+            self.then = None
+
+
+def _begin_embedded(config: Config, cluster: RayCluster, *, log_dir: str, watched: list[Call]) -> _Starting:
+    engine = _engine(config, cluster, tenant="rollout", log_dir=log_dir, watched=watched)
+    loading = engine.start_embedded(
+        os.path.abspath(config.model.hf_checkpoint),
+        dtype=config.model.dtype,
+        device=cluster.device,
+        trust_remote_code=config.model.trust_remote_code,
+        fp32_lm_head=config.model.fp32_lm_head,
+        num_threads=config.cluster.num_threads_per_rank,
+        starts_offloaded=config.offloads,
+    )
+    limits = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
+    return _Starting(engine, [loading], None, limits)
+
+
+def _begin_sglang(config: Config, cluster: RayCluster, *, log_dir: str, watched: list[Call]) -> _Starting:
+    """The servers' hosts, unless the servers are somebody else's, and their client in a process that needs no device."""
+    tenant = NO_SHARE if config.engine_bundles else "rollout"
+    engine = _engine(config, cluster, tenant=tenant, log_dir=log_dir, watched=watched)
+    timeout_s = max(config.cluster.worker_start_timeout_s, config.sglang.start_timeout_s)
+    limits = {"timeout_s": timeout_s, "limit": "--worker-start-timeout-s, --sglang-start-timeout-s", "watched": watched}
+    specs = server_specs(config, device=cluster.device, log_dir=log_dir)
+    hosts = RayServers(cluster, config.engine_bundles, specs, log_dir=log_dir, watched=watched)
+    loading = hosts.start(**limits)
+
+    def connect() -> Call:
+        servers = hosts.servers() if config.engine_bundles else external_servers(config)
+        return engine.start_sglang(servers, engine_settings(config, device=cluster.device), starts_offloaded=config.offloads)
+
+    return _Starting(engine, loading, connect, limits)
+
+
+def _engine(config: Config, cluster: RayCluster, *, tenant: str, log_dir: str, watched: list[Call]) -> RayRolloutEngine:
+    bundle = config.bundles["rollout"][0]
+    timeout_s = config.cluster.call_timeout_s
+    return RayRolloutEngine(cluster, tenant=tenant, bundle=bundle, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
 
 
 def _cluster_settings(config: Config) -> ClusterSettings:

@@ -100,6 +100,14 @@ class Mismatch:
         return self.k3_sum / max(self.num_tokens, 1)
 
     @property
+    def ratio_mean(self) -> float:
+        """Token mean of rho: 1 up to sampling noise, and exactly 1 where both policies agree; 1 without a token.
+
+        Tokens drawn from a support but scored over the whole vocabulary give the mean probability of the supports instead.
+        """
+        return self.rho_sum / self.num_tokens if self.num_tokens else 1.0
+
+    @property
     def ess(self) -> float:
         """Effective share of the tokens, (sum rho)^2 / (n sum rho^2) in (0, 1]; 1 without a token, as without a mismatch.
 

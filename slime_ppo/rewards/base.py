@@ -6,8 +6,6 @@ from typing import Protocol
 
 import numpy as np
 
-from slime_ppo.errors import ConfigError
-from slime_ppo.registry import Registry, split_dotted
 from slime_ppo.types.sample import FinishReason, Sample
 
 
@@ -16,8 +14,8 @@ class RewardInput:
     """What a reward function sees of a sample.
 
     `prompt` and `response` are text without special tokens; `label` and `metadata` come from the prompt file (the label key,
-    and all other keys of the line); `finish` says why the response ended; `response_ids` int32 [R] are the response's tokens,
-    special ones included, for functions that pay single tokens.
+    and all other keys of the line); `finish` says why the response ended; `prompt_ids` int32 [P] and `response_ids` int32 [R]
+    are the tokens that the policy saw and wrote, special ones included, for functions that pay single tokens or score tokens.
     """
 
     sample_id: int
@@ -26,6 +24,7 @@ class RewardInput:
     label: str | None
     metadata: Mapping[str, object]
     finish: FinishReason
+    prompt_ids: np.ndarray
     response_ids: np.ndarray
 
     @staticmethod
@@ -37,6 +36,7 @@ class RewardInput:
             label=sample.prompt.label,
             metadata=sample.prompt.metadata,
             finish=sample.finish,
+            prompt_ids=sample.prompt.token_ids,
             response_ids=sample.response_ids,
         )
 
@@ -53,7 +53,16 @@ class RewardResult:
     process_rewards: Sequence[float] | None = None
 
 
-RewardReturn = Sequence[RewardResult] | Sequence[float]
+@dataclass(frozen=True)
+class RewardFailure:
+    """Stands for the reward of a sample that could not be scored, beside others that were; `reason` goes into the message that
+    names the sample, as in "got status 400 from ...".
+    """
+
+    reason: str
+
+
+RewardReturn = Sequence[RewardResult | RewardFailure | float]
 
 
 class RewardFn(Protocol):
@@ -68,28 +77,13 @@ class RewardFn(Protocol):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Where a reward function is imported from; `origin` is the flag that named it."""
+    """Where a reward function is imported from; `origin` is the flag that named it.
+
+    `arguments` are handed to the class by keyword, pairs of name and value. `warnings` are what was noticed of its server and
+    deserves a line at the start of the run.
+    """
 
     path: str
     origin: str
-
-
-REWARD_FUNCTIONS: Registry[str] = Registry("reward function", {"vader": "slime_ppo.rewards.vader.VaderReward"})
-
-
-def resolve_reward(rm_type: str | None, custom_rm_path: str | None) -> RewardSpec:
-    """The reward function that a run asked for; `custom_rm_path` ("package.module.function") wins over the name `rm_type`.
-
-    Nothing is imported here: `RewardRunner.start` does that, in a worker. Raises ConfigError for an unknown name (with the
-    known ones and the nearest), for a path of another form, and when neither is given.
-    """
-    if custom_rm_path is not None:
-        origin = "--custom-rm-path"
-        split_dotted(custom_rm_path, origin=origin)
-        return RewardSpec(custom_rm_path, origin)
-    if rm_type is None:
-        raise ConfigError(
-            f"no reward function: give --rm-type ({', '.join(REWARD_FUNCTIONS.names())}), or --custom-rm-path "
-            "package.module.function for your own"
-        )
-    return RewardSpec(REWARD_FUNCTIONS.resolve(rm_type, origin="--rm-type"), f"--rm-type {rm_type}")
+    arguments: tuple[tuple[str, str | int | float | None], ...] = ()
+    warnings: tuple[str, ...] = ()

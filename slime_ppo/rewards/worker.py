@@ -16,7 +16,7 @@ import numpy as np
 
 from slime_ppo.errors import ConfigError
 from slime_ppo.registry import import_dotted
-from slime_ppo.rewards.base import RewardFn, RewardInput, RewardResult, RewardSpec
+from slime_ppo.rewards.base import RewardFailure, RewardFn, RewardInput, RewardResult, RewardSpec
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _end_with_parent() -> None:
 def _load(spec: RewardSpec) -> RewardFn:
     found = import_dotted(spec.path, origin=spec.origin)
     if isinstance(found, type):
-        found = found()
+        found = found(**dict(spec.arguments))
     if not callable(found):
         raise ConfigError(f"{spec.origin}: {spec.path} is a {type(found).__name__}, expected a function or a class with __call__")
     return cast(RewardFn, found)
@@ -112,6 +112,8 @@ def _result(value: object) -> RewardResult:
 
 def _problem(value: object, num_tokens: int) -> str:
     """Why `value` is no reward of a response of `num_tokens` tokens, "" when it is."""
+    if isinstance(value, RewardFailure):
+        return value.reason
     result = _result(value)
     problem = _no_number(result.reward)
     if problem:

@@ -164,7 +164,27 @@ def _check_tokens(request: GenerateRequest, result: GenerateResult) -> None:
     bad = np.flatnonzero(~(np.isfinite(log_probs) & (log_probs <= LOG_PROB_ROUNDING)))
     if len(bad) > 0:
         raise RolloutError(f"{where} log-prob {log_probs[bad[0]]} at response token {bad[0]}, expected a finite number <= 0")
+    _check_full_log_probs(where, result)
     _check_versions(where, result)
+
+
+def _check_full_log_probs(where: str, result: GenerateResult) -> None:
+    """A support holds part of the probability, so that a token has no less there than in the full vocabulary."""
+    full = result.full_log_probs
+    if full is None:
+        return
+    if result.support is None:
+        raise RolloutError(f"{where} log-probs over the full vocabulary twice: the sampler is not restricted")
+    if full.shape != result.log_probs.shape:
+        raise RolloutError(
+            f"{where} {list(full.shape)} log-probs over the full vocabulary, expected {list(result.log_probs.shape)}"
+        )
+    bad = np.flatnonzero(~(np.isfinite(full) & (full <= result.log_probs + LOG_PROB_ROUNDING)))
+    if len(bad) > 0:
+        raise RolloutError(
+            f"{where} log-prob {full[bad[0]]} over the full vocabulary and {result.log_probs[bad[0]]} over the support at response "
+            f"token {bad[0]}, expected a finite number that is not above the second"
+        )
 
 
 def _check_versions(where: str, result: GenerateResult) -> None:

@@ -30,21 +30,30 @@ class SampleBuilder:
     restore: Callable[[], bool]
 
     def generate(
-        self, rollout_id: int, prompts: Sequence[Prompt], sampling: SamplingParams, *, n_samples_per_prompt: int, purpose: str
+        self,
+        rollout_id: int,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        n_samples_per_prompt: int,
+        purpose: str,
+        first_group_id: int | None = None,
     ) -> list[Sample]:
         """`n_samples_per_prompt` answers to each prompt, in prompt order; answers to one prompt form a group.
 
-        A sample's random numbers depend on (run seed, rollout, sample, purpose) alone (SEMANTICS 14). Raises RolloutError
-        when the engine breaks its contract. What an engine that was lost did not finish is asked again, from the beginning.
+        Groups and samples are numbered through the rollouts of a purpose, and a sample's random numbers depend on (run seed,
+        rollout, that number, purpose) alone (SEMANTICS 14). The ids are those numbers, or count from `first_group_id` on: for
+        purposes that share their ids. Raises RolloutError when the engine breaks its contract. What an engine that was lost did
+        not finish is asked again, from the beginning.
         """
         first = rollout_id * len(prompts)
+        shift = 0 if first_group_id is None else first_group_id - first
         requests, owners = [], []
         for group, prompt in enumerate(prompts, start=first):
-            for copy in range(n_samples_per_prompt):
-                sample_id = group * n_samples_per_prompt + copy
-                seed = derive_seed(self.run_seed, rollout_id, sample_id, 0, purpose)
-                requests.append(GenerateRequest(sample_id, prompt.token_ids, seed, sampling))
-                owners.append((group, prompt))
+            for number in range(group * n_samples_per_prompt, (group + 1) * n_samples_per_prompt):
+                seed = derive_seed(self.run_seed, rollout_id, number, 0, purpose)
+                requests.append(GenerateRequest(number + shift * n_samples_per_prompt, prompt.token_ids, seed, sampling))
+                owners.append((group + shift, prompt))
         results = self._answers(requests)
         self._check_supports(results)
         return [self._sample(group, prompt, result) for (group, prompt), result in zip(owners, results, strict=True)]
@@ -77,6 +86,7 @@ class SampleBuilder:
             finish=result.finish,
             weight_versions=result.weight_versions,
             num_cached_tokens=result.num_cached_tokens,
+            full_log_probs=result.full_log_probs,
         )
 
     def _check_supports(self, results: Sequence[GenerateResult]) -> None:

@@ -1,6 +1,6 @@
 """What the trainer hands to every tracker, and the seam they share: start, log, log_table, close."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from slime_ppo.errors import DataError
 from slime_ppo.tracking.phrases import Phrase
 
-SampleKind = Literal["train", "heldout"]
+SampleKind = Literal["train", "eval"]
 PER_TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_mask")
 # what a role that had its turn always reports, also when none of its steps ran
 _ACTOR_TURN, _CRITIC_TURN = "train/skipped_steps", "train/critic-skipped_steps"
@@ -52,7 +52,8 @@ class RolloutRecord:
 class SampleRecord:
     """One answer, for people to read. `tokens` are the R response tokens as text.
 
-    Every per-token column has R entries, or none when it was not computed (held-out samples, runs without a reference).
+    Every per-token column has R entries, or none when it was not computed (evaluation, runs without a reference).
+    `data_set` names the one of an evaluation; it is empty for training.
     Raises DataError when a column has another length.
     """
 
@@ -70,6 +71,7 @@ class SampleRecord:
     returns: tuple[float, ...]
     loss_mask: tuple[bool, ...]
     kind: SampleKind
+    data_set: str = ""
 
     def __post_init__(self) -> None:
         for name in PER_TOKEN_COLUMNS:
@@ -79,6 +81,13 @@ class SampleRecord:
                     f"{name} of logged sample {self.sample_id} of rollout {self.rollout_id} has {found} entries, "
                     f"expected {len(self.tokens)} (one per response token) or none"
                 )
+
+
+def eval_sets(metrics: Iterable[str]) -> tuple[str, ...]:
+    """The data sets whose mean rewards are among these metric names, in their order."""
+    names = dict.fromkeys(metrics)
+    of_eval = (name.removeprefix("eval/") for name in names if name.startswith("eval/"))
+    return tuple(name for name in of_eval if f"eval/{name}_response_len" in names)
 
 
 class Tracker(Protocol):

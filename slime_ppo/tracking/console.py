@@ -14,7 +14,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord, eval_sets
 
 # phases that a person can do something about; the rest is in the report
 _SHOWN_PHASES = (
@@ -107,8 +107,7 @@ def rollout_line(record: RolloutRecord, *, num_rollout: int, previous_reward: fl
         reward = metrics["rollout/raw_reward"]
         change = "" if previous_reward is None else f" ({reward - previous_reward:+.3f})"
         parts.append(f"reward {reward:.3f}{change}")
-    if "eval/heldout_reward" in metrics:
-        parts.append(f"held-out {metrics['eval/heldout_reward']:.3f}")
+    parts += [f"{name} {metrics[f'eval/{name}']:.3f}" for name in eval_sets(metrics)]
     if "rollout/response_len/mean" in metrics:
         cut = f" ({percent(metrics['rollout/truncated_ratio'])} cut)" if "rollout/truncated_ratio" in metrics else ""
         parts.append(f"len {_length(metrics['rollout/response_len/mean'])}{cut}")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord, eval_sets
 
 # Response tokens embedded in the page; a token costs about 60 bytes. All logged samples stay in samples.jsonl.
 MAX_SAMPLE_TOKENS = 60_000
@@ -76,6 +76,7 @@ def report_payload(run: RunInfo, records: Sequence[RolloutRecord], samples: Sequ
             name: [rounded(record.metrics[name], _METRIC_DIGITS) if name in record.metrics else None for record in ordered]
             for name in metric_names
         },
+        "evalSets": eval_sets(metric_names),
         "phases": [
             {
                 "name": name,
@@ -96,6 +97,7 @@ def _sample(sample: SampleRecord) -> dict[str, Any]:
         "rollout": sample.rollout_id,
         "id": sample.sample_id,
         "kind": sample.kind,
+        "dataSet": sample.data_set,
         "prompt": sample.prompt,
         "response": sample.response,
         "reward": rounded(sample.reward, _METRIC_DIGITS),

@@ -7,8 +7,9 @@ import numpy as np
 
 from slime_ppo.ppo_utils.off_policy_stats import Mismatch
 from slime_ppo.ppo_utils.registries import Reduction
+from slime_ppo.tracking.pass_rates import pass_rates
 from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
-from slime_ppo.types.sample import FinishReason
+from slime_ppo.types.sample import FinishReason, Sample
 from slime_ppo.types.stats import Stats, merge_stats, prefixed
 
 # what a step's losses were divided by: Denominator.metrics
@@ -68,6 +69,36 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What the engine tells of its answers: the share of prompt tokens from its prefix cache, and of the responses that more than
+    one weight version generated, where there are any."""
+    cached, total = sum(s.num_cached_tokens for s in samples), sum(len(s.prompt.token_ids) for s in samples)
+    mixed = sum(len({span.version for span in s.weight_versions}) > 1 for s in samples) / len(samples)
+    return {"rollout/cached_tokens_ratio": cached / total} | ({"rollout/mixed_version_ratio": mixed} if mixed else {})
+
+
+def pass_metrics(batch: RolloutBatch, *, n_samples_per_prompt: int, threshold: float) -> dict[str, float]:
+    """pass@k of the rollout's prompts; all parts of a trajectory are one answer."""
+    _, first = np.unique(batch.trajectory_ids, return_index=True)
+    rewards, groups = batch.rewards[first].tolist(), batch.group_ids[first].tolist()
+    return prefixed("passrate", pass_rates(rewards, groups, threshold=threshold, n_samples_per_prompt=n_samples_per_prompt))
+
+
+def eval_metrics(name: str, samples: Sequence[Sample], *, n_samples_per_prompt: int, pass_threshold: float) -> dict[str, float]:
+    """What the rewarded answers to one data set tell; nothing without any. `eval/<name>` is the mean reward."""
+    if not samples:
+        return {}
+    rewards = [float(sample.reward or 0.0) for sample in samples]
+    groups = [sample.group_id for sample in samples]
+    rates = pass_rates(rewards, groups, threshold=pass_threshold, n_samples_per_prompt=n_samples_per_prompt)
+    return {
+        f"eval/{name}": sum(rewards) / len(samples),
+        f"eval/{name}_response_len": sum(len(sample.response_ids) for sample in samples) / len(samples),
+        f"eval/{name}_truncated_ratio": sum(sample.finish is FinishReason.LENGTH for sample in samples) / len(samples),
+        **{f"eval/{name}_{rate}": value for rate, value in rates.items()},
+    }
+
+
 def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
     """What the passes before the updates measured.
 
@@ -79,7 +110,9 @@ def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
     if "ess_n" in found:
         rho_sum, rho_square_sum, count = (found.pop(name) for name in ("ess_rho", "ess_rho2", "ess_n"))
         if count:
-            found["ess"] = Mismatch(num_tokens=round(count), rho_sum=rho_sum, rho_square_sum=rho_square_sum).ess
+            mismatch = Mismatch(num_tokens=round(count), rho_sum=rho_sum, rho_square_sum=rho_square_sum)
+            found["ess"] = mismatch.ess
+            metrics["train/rollout_ratio_mean"] = mismatch.ratio_mean
     return prefixed("rollout", found) | metrics
 
 

@@ -39,8 +39,8 @@ def training_records(samples: Sequence[Sample], batch: RolloutBatch, token_strin
     ]
 
 
-def heldout_records(rollout_id: int, samples: Sequence[Sample], token_strings: TokenStrings) -> list[SampleRecord]:
-    """Records of greedy answers to held-out prompts; they have rewards, and nothing per token."""
+def eval_records(rollout_id: int, data_set: str, samples: Sequence[Sample], token_strings: TokenStrings) -> list[SampleRecord]:
+    """Records of answers to held-out prompts of one data set; they have rewards, and nothing per token."""
     return [
         SampleRecord(
             rollout_id=rollout_id,
@@ -56,7 +56,8 @@ def heldout_records(rollout_id: int, samples: Sequence[Sample], token_strings: T
             advantages=(),
             returns=(),
             loss_mask=(),
-            kind="heldout",
+            kind="eval",
+            data_set=data_set,
         )
         for sample in samples
     ]

@@ -9,7 +9,7 @@ from slime_ppo.errors import ConfigError
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 
 WandbMode = Literal["online", "offline"]
-_SAMPLE_COLUMNS = ("rollout_id", "sample_id", "kind", "prompt", "response", "reward", "finish")
+_SAMPLE_COLUMNS = ("rollout_id", "sample_id", "kind", "data_set", "prompt", "response", "reward", "finish")
 
 
 class WandbTracker:

@@ -71,6 +71,8 @@ class RolloutBatch:
     rollout_log_probs: np.ndarray = _column(np.float32, "response_token")
     support_counts: np.ndarray | None = _later(np.int32, "response_token")
     support_ids: np.ndarray | None = _later(np.int32, "support_id")
+    # over the full vocabulary; None without a restriction, or when the engine does not tell
+    rollout_full_log_probs: np.ndarray | None = _later(np.float32, "response_token")
     # None when the reward function paid no single token of this rollout
     process_rewards: np.ndarray | None = _later(np.float32, "response_token")
     old_log_probs: np.ndarray | None = _later(np.float32, "response_token")
@@ -202,20 +204,14 @@ class RolloutBatch:
 
     @staticmethod
     def from_samples(rollout_id: int, samples: Sequence[Sample]) -> "RolloutBatch":
-        """Pack samples whose rewards are known. All of them, or none, must have a support; process rewards of samples
-        without any are 0.
+        """Pack samples whose rewards are known. All of them, or none, must have a support, and the same for log-probs
+        over the full vocabulary; process rewards of samples without any are 0.
 
         Raises DataError that names the sample: aborted, no tokens, columns of another length than its response, a reward that
         is missing or not finite in float32, a reward, group or finish other than those of the same trajectory, a process reward
         that no trainable token can be credited with (SEMANTICS 1, 3, 4).
         """
         _check_samples(rollout_id, samples)
-        restricted = [s.support is not None for s in samples]
-        if any(restricted) and not all(restricted):
-            raise DataError(
-                f"sample {samples[restricted.index(False)].sample_id} of rollout {rollout_id} has no recorded "
-                "support while others have: the engine must return it for every sample"
-            )
         per_sample = {
             "sample_ids": [s.sample_id for s in samples],
             "group_ids": [s.group_id for s in samples],
@@ -231,14 +227,27 @@ class RolloutBatch:
             "loss_mask": [s.loss_mask for s in samples],
             "rollout_log_probs": [s.rollout_log_probs for s in samples],
         }
-        if any(restricted):
+        if _all_or_none(rollout_id, samples, [s.support is not None for s in samples], "recorded support"):
             ragged["support_counts"] = [s.support.counts for s in samples if s.support is not None]
             ragged["support_ids"] = [s.support.ids for s in samples if s.support is not None]
+        full = [s.full_log_probs for s in samples if s.full_log_probs is not None]
+        if _all_or_none(rollout_id, samples, [s.full_log_probs is not None for s in samples], "log-probs over the full vocabulary"):
+            ragged["rollout_full_log_probs"] = full
         if any(s.process_rewards is not None for s in samples):
             ragged["process_rewards"] = [_process_rewards(s) for s in samples]
         columns: dict[str, np.ndarray] = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in per_sample.items()}
         columns |= {name: _concatenate(pieces, COLUMNS[name].dtype) for name, pieces in ragged.items()}
         return RolloutBatch(rollout_id=rollout_id, **columns)
+
+
+def _all_or_none(rollout_id: int, samples: Sequence[Sample], have: Sequence[bool], what: str) -> bool:
+    """Whether all of them have it. Raises DataError naming the first without, when only some have."""
+    if any(have) and not all(have):
+        raise DataError(
+            f"sample {samples[have.index(False)].sample_id} of rollout {rollout_id} has no {what} while others have: the engine "
+            "must return it for every sample"
+        )
+    return any(have)
 
 
 def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
@@ -255,6 +264,8 @@ def _check_samples(rollout_id: int, samples: Sequence[Sample]) -> None:
         lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
         if sample.support is not None:
             lengths["support.counts"] = len(sample.support.counts)
+        if sample.full_log_probs is not None:
+            lengths["full_log_probs"] = len(sample.full_log_probs)
         if sample.process_rewards is not None:
             lengths["process_rewards"] = len(sample.process_rewards)
         wrong = {name: length for name, length in lengths.items() if length != num_tokens}

@@ -94,7 +94,9 @@ class GenerateResult:
     """One answer. `response_ids` int32 [R] (a sampled stop token is included); `log_probs` float32 [R], the behaviour
     log-probs after temperature, renormalised over the support; `support` is None when the sampler is unrestricted.
     `weight_versions` are the spans of one version each, in order and without gaps: one span, unless weights were pushed while
-    the request was under way. `num_cached_tokens` of the prompt were taken from the engine's prefix cache."""
+    the request was under way. `num_cached_tokens` of the prompt were taken from the engine's prefix cache. `full_log_probs`
+    float32 [R] are over the full vocabulary, for comparison with the trainer's; None where the sampler is unrestricted, so that
+    `log_probs` are just that, or the engine does not tell."""
 
     sample_id: int
     response_ids: np.ndarray
@@ -103,6 +105,7 @@ class GenerateResult:
     finish: FinishReason
     weight_versions: tuple[VersionSpan, ...]
     num_cached_tokens: int = 0
+    full_log_probs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Sample:
     finish: FinishReason
     weight_versions: tuple[VersionSpan, ...]
     num_cached_tokens: int = 0
+    full_log_probs: np.ndarray | None = None
     reward: float | None = None
     process_rewards: np.ndarray | None = None
 

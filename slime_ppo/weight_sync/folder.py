@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime_ppo.config.hf_folder import read_tensors
+from slime_ppo.config.hf_folder import read_tensor_entries
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.conversion.families import FAMILIES
 from slime_ppo.errors import ConfigError, WeightSyncError
@@ -31,12 +31,12 @@ def served_tensors(folder: str | Path, dtype: str) -> Served:
     left_out = {name.format(layer=layer) for name in derived for layer in range(shape.num_layers)}
     if tied:
         left_out.add("lm_head.weight")
-    return {name: (shape, dtype) for name, (shape, _) in read_tensors(Path(folder)).items() if name not in left_out}
+    return {name: (entry.shape, dtype) for name, entry in read_tensor_entries(Path(folder)).items() if name not in left_out}
 
 
 def check_folder(folder: str | Path, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
     """Compare the tensors of an exported folder with the engine's: one WeightSyncError with all differences."""
-    found = {name: shape for name, (shape, _) in read_tensors(Path(folder)).items()}
+    found = {name: entry.shape for name, entry in read_tensor_entries(Path(folder)).items()}
     problems = [f"missing: {name}" for name in expected if name not in found]
     problems += [f"unexpected: {name}" for name in found if name not in expected]
     problems += [

@@ -29,7 +29,7 @@ def test_quickstart_learns_and_leaves_everything_a_user_expects(local_runs: Runs
     assert len(rollouts) == 25
     rewards = [rollout["rollout/raw_reward"] for rollout in rollouts]
     assert sum(rewards[-5:]) / 5 >= 0.75
-    assert rollouts[-1]["eval/heldout_reward"] >= 0.85 > 0.2 >= rollouts[0]["eval/heldout_reward"]
+    assert rollouts[-1]["eval/heldout"] >= 0.85 > 0.2 >= rollouts[0]["eval/heldout"]
     assert max(rollout["rollout/logprob_gap_max"] for rollout in rollouts) <= GAP
     assert [("train/pg_loss" in rollout) for rollout in rollouts] == [False] * 3 + [True] * 22
     assert not re.search(r"Traceback|Warning|raylet", output)

@@ -1,36 +1,44 @@
 """What the contract tests need to know about an engine beyond its protocol: how weights reach it, how it draws.
 
-A new engine joins the contract tests with one more entry in `HARNESSES`.
+A new engine joins the contract tests with one more name in `ENGINES`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_ppo.rollout.embedded.engine import EmbeddedEngine
 from slime_ppo.rollout.engine import RolloutEngine
-from slime_ppo.types.sample import GenerateRequest, SamplingParams
-from slime_ppo.weight_sync.bucket import pack_bucket, plan_buckets
+from slime_ppo.rollout.sglang.engine import SGLangEngine
+from slime_ppo.types.sample import GenerateRequest, GenerateResult, SamplingParams
+from slime_ppo.weight_sync.base import TensorTarget
+from slime_ppo.weight_sync.bucket import TensorSpec, dtype_name, pack_bucket, plan_buckets
 
 BUCKET_BYTES = 64 * 1024
+BOUNDARY = 1e-5
+"""Of probabilities: batch shapes change them by less."""
 
 
 @dataclass(frozen=True)
 class EngineHarness:
     """`push(folder, version)` brings a folder's weights; `push_partly` begins that push and ends it before the last bucket
     (raising WeightSyncError); `draw_margin(request, probs, position)` says how far the draw of response token `position` is
-    from another token, as a change of log-probs, `probs` float64 [V] being the full distribution there."""
+    from another token, as a change of log-probs, `probs` float64 [V] being the full distribution there. `frees_memory`: offload
+    gives memory back. `serves_min_p` False: min_p is refused."""
 
     engine: RolloutEngine
     folder: Path
     push: Callable[[Path, int], int]
     push_partly: Callable[[Path, int], None]
     draw_margin: Callable[[GenerateRequest, np.ndarray, int], float]
+    frees_memory: bool
+    serves_min_p: bool
 
 
 def embedded_harness(folder: Path) -> EngineHarness:
@@ -41,16 +49,31 @@ def embedded_harness(folder: Path) -> EngineHarness:
         push=lambda source, version: push_folder(engine, source, version),
         push_partly=lambda source, version: push_folder_partly(engine, source, version),
         draw_margin=race_margin,
+        frees_memory=True,
+        serves_min_p=True,
     )
 
 
-HARNESSES: Mapping[str, Callable[[Path], EngineHarness]] = {"embedded": embedded_harness}
+def sglang_harness(folder: Path, engine: SGLangEngine) -> EngineHarness:
+    """Around an engine whose server runs with deterministic inference, on a CPU."""
+    return EngineHarness(
+        engine=engine,
+        folder=folder,
+        push=lambda source, version: push_folder(engine, source, version),
+        push_partly=lambda source, version: push_folder_partly(engine, source, version),
+        draw_margin=hashed_margin,
+        frees_memory=False,
+        serves_min_p=False,
+    )
 
 
-def push_folder(engine: EmbeddedEngine, source: Path, version: int) -> int:
+ENGINES = ("embedded", "sglang")
+
+
+def push_folder(engine: TensorTarget, source: Path, version: int) -> int:
     """Push the weights of a HF folder as a trainer would, in several read-only buckets."""
     tensors = folder_tensors(source)
-    manifest = engine.manifest()
+    manifest = folder_manifest(tensors)
     engine.begin_update(manifest, version, bucket_bytes=BUCKET_BYTES)
     for bucket in plan_buckets(manifest, BUCKET_BYTES):
         flat = pack_bucket(bucket, tensors)
@@ -59,12 +82,17 @@ def push_folder(engine: EmbeddedEngine, source: Path, version: int) -> int:
     return engine.end_update()
 
 
-def push_folder_partly(engine: EmbeddedEngine, source: Path, version: int) -> None:
-    manifest = engine.manifest()
+def push_folder_partly(engine: TensorTarget, source: Path, version: int) -> None:
+    tensors = folder_tensors(source)
+    manifest = folder_manifest(tensors)
     engine.begin_update(manifest, version, bucket_bytes=BUCKET_BYTES)
     for bucket in plan_buckets(manifest, BUCKET_BYTES)[:-1]:
-        engine.load_bucket(bucket.index, pack_bucket(bucket, folder_tensors(source)))
+        engine.load_bucket(bucket.index, pack_bucket(bucket, tensors))
     engine.end_update()
+
+
+def folder_manifest(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items())
 
 
 def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,6 +110,38 @@ def race_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> f
     """How far the best score is ahead of the second."""
     second, best = np.sort(race_scores(request, probs, position))[-2:]
     return float(best - second)
+
+
+def hashed_margin(request: GenerateRequest, probs: np.ndarray, position: int) -> float:
+    """How far SGLang's best score is ahead of the second, for an unrestricted sampler: log p + Gumbel noise from a hash of seed,
+    position of the token before the drawn one, and token id (`multinomial_with_seed`)."""
+    before = len(request.prompt_ids) - 1 + position
+    uniform = murmur_hash(request.seed, before, np.arange(len(probs))) / np.float64(2**32 - 1)
+    noise = -np.log(-np.minimum(np.log(uniform), -(2.0**-32)))
+    second, best = np.sort(np.log(probs) + noise)[-2:]
+    return float(best - second)
+
+
+def murmur_hash(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """uint32 [V]: murmur3 of the 16 bytes seed (8), position (4), id (4)."""
+    blocks = [seed & 0xFFFFFFFF, seed >> 32, position, ids.astype(np.uint64)]
+    mixed: np.ndarray = np.zeros(len(ids), np.uint64)
+    for block in blocks:
+        key = np.uint64(block) if isinstance(block, int) else block
+        key = _low(_rotated(_low(key * np.uint64(0xCC9E2D51)), 15) * np.uint64(0x1B873593))
+        mixed = _low(_rotated(mixed ^ key, 13) * np.uint64(5) + np.uint64(0xE6546B64))
+    mixed = mixed ^ np.uint64(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = _low((mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor))
+    return mixed ^ (mixed >> np.uint64(16))
+
+
+def _low(words: np.ndarray) -> np.ndarray:
+    return words & np.uint64(0xFFFFFFFF)
+
+
+def _rotated(words: np.ndarray, bits: int) -> np.ndarray:
+    return _low((words << np.uint64(bits)) | (words >> np.uint64(32 - bits)))
 
 
 class ReferenceModel:
@@ -108,6 +168,32 @@ def joint_support(probs: np.ndarray, *, top_k: int, top_p: float, min_p: float =
             kept.append(int(token))
         before += probs[token]
     return kept
+
+
+def check_joint_rule(reference: ReferenceModel, requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> None:
+    """Supports by the reference's distribution, and log-probs renormalised over them."""
+    sampling = requests[0].sampling
+    for request, result in zip(requests, results, strict=True):
+        assert result.support is not None
+        full = reference.log_probs(request.prompt_ids, result.response_ids, temperature=sampling.temperature)
+        rows = np.split(result.support.ids, np.cumsum(result.support.counts)[:-1])
+        for token, log_prob, ids, log_probs in zip(result.response_ids, result.log_probs, rows, full, strict=True):
+            _check_support_row(np.exp(log_probs), ids, sampling)
+            expected = log_probs[token] - np.log(np.exp(log_probs[ids]).sum())
+            assert log_prob == pytest.approx(expected, abs=1e-4)
+        if result.full_log_probs is not None:
+            chosen = full[np.arange(len(full)), result.response_ids]
+            np.testing.assert_allclose(result.full_log_probs, chosen, atol=1e-4, rtol=0)
+
+
+def _check_support_row(probs: np.ndarray, ids: np.ndarray, sampling: SamplingParams) -> None:
+    """The engine's support lies between the reference rule with its bounds a little tighter and a little looser."""
+    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    shift = BOUNDARY / probs.max() if min_p > 0 else 0.0
+    fewest = joint_support(probs, top_k=top_k, top_p=top_p - BOUNDARY, min_p=min(min_p + shift, 1.0))
+    most = joint_support(probs, top_k=top_k, top_p=top_p + BOUNDARY, min_p=min_p - shift)
+    assert max(1, len(fewest)) <= len(ids) <= len(most)
+    np.testing.assert_allclose(probs[ids], probs[most][: len(ids)], atol=BOUNDARY, rtol=0)
 
 
 def make_requests(

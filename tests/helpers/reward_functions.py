@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slime_ppo.rewards.base import RewardInput, RewardResult
+from slime_ppo.rewards.base import RewardFailure, RewardInput, RewardResult
 
 not_callable = 3.0
 
@@ -35,8 +35,13 @@ def by_metadata(inputs: Sequence[RewardInput]) -> object:
 
 def all_fields(inputs: Sequence[RewardInput]) -> list[float]:
     """1 for each input whose every field came through, else 0."""
-    expected = [("prompt 0", "xx", "label 0", {"wish": "-"}, "stop")]
-    return [float((item.prompt, item.response, item.label, item.metadata, item.finish.value) in expected) for item in inputs]
+    expected = ("prompt 0", "xx", "label 0", {"wish": "-"}, "stop", [4, 5, 6], [1, 1])
+    return [float(_fields(item) == expected) for item in inputs]
+
+
+def _fields(item: RewardInput) -> tuple[object, ...]:
+    ids = (item.prompt_ids.tolist(), item.response_ids.tolist())
+    return item.prompt, item.response, item.label, item.metadata, item.finish.value, *ids
 
 
 async def asynchronous(inputs: Sequence[RewardInput]) -> list[RewardResult]:
@@ -81,6 +86,20 @@ class CannotBuild:
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
         return []
+
+
+def failure_for_the_second(inputs: Sequence[RewardInput]) -> list[RewardFailure | float]:
+    return [RewardFailure("is not for me") if index == 1 else 0.5 for index, _ in enumerate(inputs)]
+
+
+class WithArguments:
+    """A class that is built with the arguments of its RewardSpec."""
+
+    def __init__(self, *, factor: float, label: str | None) -> None:
+        self._factor, self._label = factor, label
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
+        return [self._factor * len(item.response) if self._label is None else 0.0 for item in inputs]
 
 
 def none_for_the_third(inputs: Sequence[RewardInput]) -> list[float | None]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
+from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
@@ -41,12 +42,14 @@ def step_stats(*, skipped: bool = False, early_stopped: bool = False, **means: f
 
 
 class RecordingRole:
-    """A TrainGroup. `outcomes(rollout_id, step)` is what each step reports; the rest is kept for the test to look at."""
+    """A TrainGroup. `outcomes(rollout_id, step)` is what each step reports, `columns` what the ranks have made; the rest is kept
+    for the test to look at."""
 
     def __init__(self, name: str, journal: Journal) -> None:
         self.name, self.journal = name, journal
         self.outcomes: Callable[[int, int], Stats] = lambda rollout_id, step: step_stats()
         self.log_prob_stats, self.advantage_stats = Stats(), Stats()
+        self.columns: Mapping[str, np.ndarray] = {}
         self.batches: list[RolloutBatch] = []
         self.plans: list[StepPlan] = []
         self.rates: list[list[float]] = []
@@ -67,7 +70,7 @@ class RecordingRole:
 
     def fetch(self, handle: BatchHandle) -> RolloutBatch:
         assert isinstance(handle.batch, RolloutBatch)
-        return handle.batch
+        return handle.batch.with_columns(**self.columns)
 
     def compute_log_probs(self, handle: BatchHandle) -> tuple[BatchHandle, Stats]:
         self.journal.append(f"{self.name} log-probs")
@@ -249,10 +252,11 @@ class NumberTokenizer:
 
 @dataclass
 class Parts:
-    """The recording parts by name, and `trainer_parts` for the loop. Nobody asks the critic when the estimator needs none."""
+    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each. Nobody asks the
+    critic when the estimator needs none."""
 
     config: Config
-    num_heldout: int = 0
+    eval_sets: Mapping[str, int] = field(default_factory=dict)
     journal: Journal = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -271,22 +275,30 @@ class Parts:
         prompts: Any = self.prompts
         turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
         keeper = EngineKeeper(turns, RecordingSync(self.journal, self.engine), self.engine, clock, attempts=1)
+        samples = SampleBuilder(
+            engine=self.engine,
+            tokenizer=tokenizer,
+            run_seed=self.config.run.seed,
+            vocab_size=100,
+            mask_truncated=self.config.ppo.truncation_policy == "mask",
+            restore=keeper.restore,
+        )
         return TrainerParts(
             actor=self.actor,
             critic=self.critic if has_critic else None,
             turns=turns,
             engine=keeper,
-            samples=SampleBuilder(
-                engine=self.engine,
-                tokenizer=tokenizer,
-                run_seed=self.config.run.seed,
-                vocab_size=100,
-                mask_truncated=self.config.ppo.truncation_policy == "mask",
-                restore=keeper.restore,
-            ),
+            samples=samples,
             rewards=rewards,
             prompts=prompts,
-            heldout=[make_prompt(1000 + index) for index in range(self.num_heldout)],
+            evaluation=Evaluation.of(
+                self.config,
+                [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
+                samples=samples,
+                rewards=rewards,
+                tracker=self.tracker,
+                check_alive=lambda: None,
+            ),
             tracker=self.tracker,
             clock=clock,
             check_alive=lambda: None,

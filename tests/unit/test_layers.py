@@ -20,6 +20,7 @@ LAYERS = (
     ("rollout", "weight_sync"),
     ("backends",),
     ("orchestration",),
+    ("evaluation",),
     ("trainer",),
     ("launch",),
 )
@@ -30,7 +31,19 @@ FRAMEWORKS = {
     "sglang": lambda path: path.startswith("rollout/sglang/"),
     "triton": lambda path: path.startswith("ppo_utils/triton_kernels/"),
 }
-DRIVER_SIDE = ("config", "types", "data", "rewards", "orchestration", "tracking", "weight_sync", "trainer", "launch", "registry")
+DRIVER_SIDE = (
+    "config",
+    "types",
+    "data",
+    "rewards",
+    "orchestration",
+    "tracking",
+    "weight_sync",
+    "evaluation",
+    "trainer",
+    "launch",
+    "registry",
+)
 RUNS_ON_A_RANK = {"types/micro_batch.py", "data/pack.py"}
 
 

@@ -1,7 +1,9 @@
 """The training loop with parts that write down what it does with them: what happens, in which order, with which numbers."""
 
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -376,15 +378,26 @@ def test_logprob_gap_that_was_not_measured_stops_nothing() -> None:
     assert len(run(parts).tracker.records) == 1
 
 
+@pytest.mark.parametrize("name", ["logprob_gap_max", "logprob_gap_full_max"])
 @pytest.mark.parametrize(("limit", "stops"), [(1e-3, True), (3e-3, False), (0.0, False)])
-def test_logprob_gap_beyond_its_limit_stops_before_any_update(limit: float, stops: bool) -> None:
-    parts = Parts(small(run__num_rollout=1, rollout__max_logprob_gap=limit))
-    parts.actor.log_prob_stats.add_max("logprob_gap_max", 2e-3)
+def test_logprob_gap_beyond_its_limit_stops_before_any_update_and_leaves_the_worst_tokens(
+    limit: float, stops: bool, name: str, tmp_path: Path
+) -> None:
+    """The engine says -0.5 of every token."""
+    parts = Parts(small(run__num_rollout=1, rollout__max_logprob_gap=limit, run__save=str(tmp_path)))
+    parts.actor.log_prob_stats.add_max("logprob_gap_max", 1e-7)
+    parts.actor.log_prob_stats.add_max(name, 2e-3)
+    parts.actor.columns = {"old_log_probs": np.array([-0.5] * 5 + [-0.498] + [-0.5] * 2, np.float32)}
+    file = tmp_path / "logs" / "logprob_gap.jsonl"
     if stops:
-        with pytest.raises(NumericsError, match="engine and trainer differ by 0.002 in a token's log-prob, more than .* 0.001"):
+        differ = "engine and trainer differ by 0.002 in a token's log-prob, more than .* 0.001"
+        worst = f"response token 1 of sample 2, '3 ' .id 3.: engine -0.5, trainer -0.498; the worst 8 are in {file}"
+        with pytest.raises(NumericsError, match=f"{differ}.*{worst}"):
             run(parts)
+        assert json.loads(file.read_text().splitlines()[0])["sample_id"] == 2
     else:
         run(parts)
+        assert not file.exists()
     assert ("critic train" in parts.journal, "actor train" in parts.journal) == (not stops, not stops)
 
 
@@ -445,23 +458,23 @@ def test_fixed_kl_keeps_beta() -> None:
     ],
 )
 def test_evaluation_before_every_second_rollout_and_after_the_last(num_rollout: int, expected: list[str]) -> None:
-    parts = run(Parts(small(run__num_rollout=num_rollout, eval__eval_interval=2), num_heldout=3))
+    parts = run(Parts(small(run__num_rollout=num_rollout, eval__eval_interval=2), eval_sets={"heldout": 3}))
     names = {"answer held-out": "eval", "actor train": "train"}
     assert [names[line] for line in parts.journal if line in names] == expected
-    evaluated = ["eval/heldout_reward" in record.metrics for record in parts.tracker.records]
+    evaluated = ["eval/heldout" in record.metrics for record in parts.tracker.records]
     assert evaluated == [index == num_rollout - 1 or index % 2 == 0 for index in range(num_rollout)]
 
 
 def test_evaluation_after_the_last_rollout_uses_the_new_weights() -> None:
-    parts = run(Parts(small(run__num_rollout=1, eval__eval_interval=1), num_heldout=3))
+    parts = run(Parts(small(run__num_rollout=1, eval__eval_interval=1), eval_sets={"heldout": 3}))
     end = ["wake rollout", "push 1", "offload actor", "answer held-out", "reward", "log"]
     assert parts.journal[parts.journal.index("actor train") + 1 :] == end
-    assert parts.tracker.records[0].metrics["eval/heldout_reward"] == 1.0
+    assert parts.tracker.records[0].metrics["eval/heldout"] == 1.0
     assert parts.tracker.records[0].metrics["eval/heldout_response_len"] == 2.0
 
 
 def test_evaluation_before_a_rollout_shares_its_weight_push() -> None:
-    parts = run(Parts(small(eval__eval_interval=1), num_heldout=3))
+    parts = run(Parts(small(eval__eval_interval=1), eval_sets={"heldout": 3}))
     start = parts.journal[: parts.journal.index("generate") + 1]
     assert start == [
         *("connect", "wake actor", "wake rollout", "push 0", "offload actor", "answer held-out", "reward", "generate")
@@ -474,13 +487,20 @@ def test_evaluation_is_greedy_and_training_samples_as_configured() -> None:
         rollout__rollout_temperature=0.7, rollout__rollout_max_response_len=5, rollout__rollout_top_k=-1,
         rollout__rollout_min_p=0.125,
     )  # fmt: skip
-    training, heldout = run(Parts(config, num_heldout=3)).engine.requests
+    training, heldout = run(Parts(config, eval_sets={"heldout": 3})).engine.requests
     assert len(training) == 8 and len(heldout) == 3
     assert {(r.sampling.temperature, r.sampling.max_new_tokens, r.sampling.top_k) for r in training} == {(0.7, 5, 0)}
     assert {(r.sampling.top_p, r.sampling.min_p) for r in training} == {(1.0, 0.125)}
     assert {(r.sampling.temperature, r.sampling.max_new_tokens) for r in heldout} == {(0.0, 9)}
     assert {r.sampling.stop_token_ids for r in training + heldout} == {(3,)}
     assert not {r.seed for r in training} & {r.seed for r in heldout}
+
+
+def test_run_pass_rates_come_with_several_samples_per_prompt() -> None:
+    groups = small(run__num_rollout=1, rollout__n_samples_per_prompt=2, rollout__rollout_batch_size=2)
+    metrics = run(Parts(groups)).tracker.records[0].metrics
+    assert (metrics["passrate/pass@1"], metrics["passrate/pass@2"], metrics["rollout/cached_tokens_ratio"]) == (1.0, 1.0, 0.0)
+    assert not [name for name in run(Parts(small())).tracker.records[0].metrics if name.startswith("passrate")]
 
 
 def test_report_keeps_samples_at_the_interval_and_of_the_last_rollout() -> None:

@@ -115,7 +115,7 @@ class ActorRole(MegatronRole):
             stats.add_mean("entropy", mine.entropy[mask].sum(dtype=np.float64), mask.sum())
         if outside_mass is not None:
             stats.add_mean("outside_mass", outside_mass[mask].sum(dtype=np.float64), mask.sum())
-        # the engine has no log-probs over the full vocabulary once its sampler is restricted
+        # without a pass of its own the old policy has no log-probs over the full vocabulary once the sampler is restricted
         comparable = not bypassed or mine.support_ids is None or self._ppo.kl_support == "sampled"
         if mine.ref_log_probs is not None and comparable:
             add_reference_kl(stats, mine, num_trajectories)

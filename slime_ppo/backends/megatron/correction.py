@@ -50,7 +50,12 @@ def add_mismatch(stats: Stats, mine: RolloutBatch) -> None:
     stats.add_mean("mismatch_k3", found.k3_sum, found.num_tokens)
     if found.num_tokens:
         stats.add_max("logprob_gap_max", found.max_abs)
-    # the effective sample size is a quotient of these, and known once all ranks are added up
+    if mine.rollout_full_log_probs is not None and mine.old_full_log_probs is not None:
+        full = rollout_mismatch(torch.tensor(mine.old_full_log_probs), torch.tensor(mine.rollout_full_log_probs), mask)
+        stats.add_mean("logprob_gap_full_mean", full.abs_sum, full.num_tokens)
+        if full.num_tokens:
+            stats.add_max("logprob_gap_full_max", full.max_abs)
+    # mean ratio and effective sample size are quotients of these, known once all ranks are added up
     stats.add_total("ess_rho", found.rho_sum)
     stats.add_total("ess_rho2", found.rho_square_sum)
     stats.add_total("ess_n", found.num_tokens)

@@ -111,6 +111,8 @@ def _results(
         for running, stopped in zip(ending.running.tolist(), ending.stopped.tolist(), strict=True)
     ]
     supports = _supports(requests, draws, lengths)
+    full = [draw.full_log_probs for draw in draws if draw.full_log_probs is not None]
+    full_log_probs = torch.stack(full, 1).cpu().numpy() if full else None
     return [
         GenerateResult(
             sample_id=request.sample_id,
@@ -119,6 +121,7 @@ def _results(
             support=supports[row],
             finish=finishes[row],
             weight_versions=one_version(weight_version, lengths[row]),
+            full_log_probs=None if full_log_probs is None else full_log_probs[row, : lengths[row]],
         )
         for row, request in enumerate(requests)
     ]

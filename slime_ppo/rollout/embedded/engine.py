@@ -14,7 +14,8 @@ from slime_ppo.rollout.embedded.model import ParameterMemory, load_causal_lm
 from slime_ppo.rollout.embedded.receiver import WeightReceiver
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart, check_requests
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
-from slime_ppo.weight_sync.bucket import TensorSpec, tensor_checksum
+from slime_ppo.weight_sync.base import check_bucket
+from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, tensor_checksum
 
 SamplerKey = tuple[float, float, int, float]
 
@@ -112,6 +113,10 @@ class EmbeddedEngine:
     def end_update(self) -> int:
         """Make the pushed version valid and return it. Raises WeightSyncError when buckets are missing."""
         return self._receiver.end()
+
+    def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
+        """Compare the parameters with the bytes that the trainer sent. Raises WeightSyncError naming the tensors."""
+        check_bucket(self, bucket, flat)
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, str]:
         """Name -> checksum of these parameters (all by default), to compare with the trainer's (`bucket_checksums`)."""

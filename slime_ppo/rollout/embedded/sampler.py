@@ -34,10 +34,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Draw:
-    """One token per row: `tokens` int64 [B]; `log_probs` float32 [B]; `kept` is None when the sampler is unrestricted."""
+    """One token per row: `tokens` int64 [B]; `log_probs` float32 [B]. Only of a restricted sampler: `full_log_probs` float32 [B]
+    over the whole vocabulary, and `kept`."""
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
+    full_log_probs: torch.Tensor | None = None
     kept: Kept | None = None
 
 
@@ -98,7 +100,8 @@ def draw_full(logits: torch.Tensor, noise: torch.Tensor, *, temperature: float) 
 def draw_restricted(
     logits: torch.Tensor, noise: torch.Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Draw:
-    """A token of softmax(logits / temperature) renormalised over the joint support, its log-prob there, and the support.
+    """A token of softmax(logits / temperature) renormalised over the joint support, its log-probs there and over
+    the vocabulary, and the support.
 
     `noise` float32 [B, V] ~ Exp(1) is looked up by token id: two tokens that swap ranks do not swap their noise.
     """
@@ -107,9 +110,11 @@ def draw_restricted(
     ids, keep = _joint_support(probs, top_k=top_k, top_p=top_p, min_p=min_p)
     places = _race(probs.gather(-1, ids).masked_fill(~keep, 0.0), noise.gather(-1, ids))
     kept_log_probs = log_probs.gather(-1, ids).masked_fill(~keep, float("-inf"))
-    drawn = kept_log_probs.gather(-1, places) - kept_log_probs.logsumexp(-1, keepdim=True)
+    full = kept_log_probs.gather(-1, places)
+    drawn = full - kept_log_probs.logsumexp(-1, keepdim=True)
     kept = Kept(ids=ids[keep].to(torch.int32).cpu().numpy(), counts=keep.sum(-1, dtype=torch.int32).cpu().numpy())
-    return Draw(tokens=ids.gather(-1, places).squeeze(-1), log_probs=drawn.squeeze(-1), kept=kept)
+    tokens = ids.gather(-1, places).squeeze(-1)
+    return Draw(tokens=tokens, log_probs=drawn.squeeze(-1), full_log_probs=full.squeeze(-1), kept=kept)
 
 
 def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -6,19 +6,22 @@ Never asked is /health: it generates a token, and blocks while the server is pau
 
 Security. A server executes what /update_weights_from_tensor unpickles, and its control calls need no password by default. So
 servers listen on loopback unless a host is given, another host needs an API key, the key is in every call of ours, and neither
-`ps` nor a log shows it.
+`ps` nor a log shows it. The one socket of SGLang that would listen on all interfaces, without a key (the store in which its
+ranks meet), is replaced by a file in a folder that only we can read.
 """
 
 import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,9 +34,13 @@ from slime_ppo.rollout.sglang.serve import API_KEY_VARIABLE
 from slime_ppo.rollout.sglang.server_args import ServerSpec, server_command, server_environment
 
 _POLL_S = 0.5
+_ASK_EVERY_S = 5.0
+_ASK_TIMEOUT_S = 1.0
+_SILENCE_LIMIT_S = 30.0
 _READY_POLL_S = 0.1
 _END_TIMEOUT_S = 20.0
-_SHOWN_LOG_LINES = 15
+_SHOWN_LOG_LINES = 12
+_SHOWN_LINE_CHARS = 400
 _SGLANG_TITLE = "sglang::"
 
 
@@ -63,15 +70,21 @@ class Server(Protocol):
 
 
 class LocalServer:
-    """A server on this machine, in a process group of its own, with its output appended to `spec.log_file`."""
+    """A server on this machine, in a process group of its own, with its output appended to `spec.log_file`.
 
-    def __init__(self, spec: ServerSpec) -> None:
+    `command` makes the command line from the spec and a port.
+    """
+
+    def __init__(self, spec: ServerSpec, command: Callable[[ServerSpec, int], list[str]] = server_command) -> None:
         self._spec = spec
+        self._command = command
         self._incarnation = 0
         self._address: ServerAddress | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._meeting_folder: str | None = None
         self._problem: str | None = "it has not been started"
         self._ending = threading.Event()
+        self._lock = threading.Lock()
 
     def start(self) -> ServerAddress:
         if self._address is not None and self.problem() is None:
@@ -79,16 +92,17 @@ class LocalServer:
         self.stop()
         self._incarnation += 1
         with _reserved_port(self._spec) as port:
-            url = f"http://{_reachable(self._spec.host)}:{port}"
+            url = f"http://{self._spec.host}:{port}"
             process = self._launched(port)
             try:
                 self._wait_until_it_generates(process, url, port)
+                members = _members(process.pid)
             except BaseException:
                 self.stop()
                 raise
         self._problem, self._ending = None, threading.Event()
-        members = _members(process.pid)
-        threading.Thread(target=self._watch, args=(process, members, self._ending), name=f"watch-{url}", daemon=True).start()
+        watched = (process, members, url, self._ending)
+        threading.Thread(target=self._watch, args=watched, name=f"watch-{url}", daemon=True).start()
         self._address = ServerAddress(url, self._spec.tp_size, self._incarnation)
         return self._address
 
@@ -96,24 +110,34 @@ class LocalServer:
         return self._problem
 
     def stop(self) -> None:
-        self._ending.set()
+        with self._lock:
+            self._ending.set()
         process, self._process, self._address = self._process, None, None
         if process is not None:
             self._problem = "it was stopped"
             _end_group(process)
+        if self._meeting_folder is not None:
+            shutil.rmtree(self._meeting_folder, ignore_errors=True)
+            self._meeting_folder = None
 
     def _launched(self, port: int) -> subprocess.Popen[bytes]:
         spec = self._spec
-        environment = {**os.environ, **server_environment(spec)}
-        if spec.api_key is not None:
-            environment[API_KEY_VARIABLE] = spec.api_key
-        command = server_command(spec, port)
+        self._meeting_folder = tempfile.mkdtemp(prefix="slime_ppo-server-")
+        # torch's store would listen on all interfaces: the ranks of a server meet through a file instead
+        meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting_folder}/ranks"}
+        secret = {} if spec.api_key is None else {API_KEY_VARIABLE: spec.api_key}
+        command = self._command(spec, port)
         Path(spec.log_file).parent.mkdir(parents=True, exist_ok=True)
         with open(spec.log_file, "ab") as log:
             log.write(f"=== start {self._incarnation}: {' '.join(command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                env={**os.environ, **server_environment(spec), **meeting, **secret},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         return self._process
 
@@ -125,23 +149,35 @@ class LocalServer:
             if time.monotonic() > deadline:
                 raise self._start_error(f"was not ready after {self._spec.start_timeout_s:g} s")
             time.sleep(_READY_POLL_S)
-        path, body = _first_request(self._spec)
-        try:
-            status, text = _call(url + path, body, self._spec.api_key, max(1.0, deadline - time.monotonic()))
-        except OSError as error:
-            raise self._start_error(f"listens and does not generate ({type(error).__name__}: {error})") from error
-        if status != 200:
-            raise self._start_error(f"answered the first {path} with {status}: {text}")
+        # the second call takes what the first has made out of the garbage collector's rounds
+        for path, body in (_first_request(self._spec), ("/freeze_gc", {})):
+            try:
+                status, text = _call(url + path, body, self._spec.api_key, max(1.0, deadline - time.monotonic()))
+            except OSError as error:
+                raise self._start_error(f"listens and does not answer {path} ({type(error).__name__}: {error})") from error
+            if status != 200:
+                raise self._start_error(f"answered the first {path} with {status}: {text}")
 
     def _start_error(self, what: str) -> RolloutError:
         return RolloutError(f"the SGLang server of {self._spec.hf_folder} {what}; {last_lines(self._spec.log_file)}")
 
-    def _watch(self, process: subprocess.Popen[bytes], members: Mapping[str, psutil.Process], ending: threading.Event) -> None:
+    def _watch(
+        self, process: subprocess.Popen[bytes], members: Mapping[str, psutil.Process], url: str, ending: threading.Event
+    ) -> None:
+        answered = asked = time.monotonic()
         while not ending.wait(_POLL_S):
             found = _death(process, members)
+            if found is None and time.monotonic() - asked > _ASK_EVERY_S:
+                asked = time.monotonic()
+                if _answers(url, self._spec.api_key):
+                    answered = time.monotonic()
+                elif asked - answered > _SILENCE_LIMIT_S:
+                    found = f"it has not answered {url}/model_info for {asked - answered:.0f} s"
             if found is not None:
-                self._problem = f"{found}; {last_lines(self._spec.log_file)}"
-                _end_group(process)
+                with self._lock:
+                    if not ending.is_set():
+                        self._problem = f"{found}; {last_lines(self._spec.log_file)}"
+                        _end_group(process)
                 return
 
 
@@ -181,12 +217,12 @@ def last_lines(log_file: str, count: int = _SHOWN_LOG_LINES) -> str:
     """The end of a server's log, for an error text."""
     with contextlib.suppress(OSError):
         lines = Path(log_file).read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
-        return f"the last lines of {log_file}:\n" + "\n".join(lines)
+        return f"the last lines of {log_file}:\n" + "\n".join(line[:_SHOWN_LINE_CHARS] for line in lines)
     return f"{log_file} cannot be read"
 
 
 @contextlib.contextmanager
-def _reserved_port(spec: ServerSpec) -> Any:
+def _reserved_port(spec: ServerSpec) -> Iterator[int]:
     """A port that is ours until the block ends: bound and not listening, which the server's own bind can share."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,10 +234,6 @@ def _reserved_port(spec: ServerSpec) -> Any:
                 "another program does, or the host is not an address of this machine"
             ) from error
         yield held.getsockname()[1]
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _first_request(spec: ServerSpec) -> tuple[str, dict[str, Any]]:
@@ -225,6 +257,12 @@ def _call(url: str, body: Mapping[str, Any] | None, api_key: str | None, timeout
         connection.close()
 
 
+def _answers(url: str, api_key: str | None) -> bool:
+    with contextlib.suppress(OSError):
+        return _call(url + "/model_info", None, api_key, _ASK_TIMEOUT_S)[0] == 200
+    return False
+
+
 def _listens(pid: int, port: int) -> bool:
     """Whether process `pid` itself listens on `port`: another server that answers there is not ours."""
     with contextlib.suppress(psutil.Error):
@@ -242,11 +280,11 @@ def _members(pid: int) -> dict[str, psutil.Process]:
 
 def _death(process: subprocess.Popen[bytes], members: Mapping[str, psutil.Process]) -> str | None:
     """Which of the group's processes has died, and how; None while all live."""
+    if process.poll() is not None:
+        return f"its HTTP process (pid {process.pid}) {_how_it_ended(process.returncode)}"
     for name, member in members.items():
         if not _lives(member):
             return f"its process {name} (pid {member.pid}) died"
-    if process.poll() is not None:
-        return f"its HTTP process (pid {process.pid}) {_how_it_ended(process.returncode)}"
     return None
 
 
@@ -268,23 +306,15 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_END_TIMEOUT_S)
-    _wait_until(lambda: not _group_lives(process.pid), _END_TIMEOUT_S)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while _group_lives(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    """Whether a process of the group is left; one that has ended and that nobody has collected counts as gone."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False

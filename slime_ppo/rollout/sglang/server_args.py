@@ -1,13 +1,21 @@
-"""What a server is started with: one spec, and the command line made of it."""
+"""What a server is started with: one spec, the command line made of it, and the check of the flags a user passes on."""
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from slime_ppo.config.fields import nearest
+from slime_ppo.errors import ConfigError
+from slime_ppo.rollout.sglang.installed_flags import InstalledFlag, installed_flags
+from slime_ppo.rollout.sglang.refused_flags import refusal
 
 # `--context-length N` serves sequences of N - 2 tokens, and prompts that are shorter still by the response
 _CONTEXT_MARGIN = 3
 _MIN_CPU_KV_TOKENS = 32768
+_LOOPBACK = ("127.0.0.1", "localhost")
+_EVERY_INTERFACE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,9 @@ class ServerSpec:
     start_timeout_s: float = 900.0
     extra: tuple[tuple[str, str | None], ...] = ()
 
+    def __post_init__(self) -> None:
+        check_host(self.host, self.api_key)
+
 
 def server_command(spec: ServerSpec, port: int) -> list[str]:
     """The command that serves `spec` on `port`; without the API key, which must not show in a list of processes."""
@@ -53,6 +64,7 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.num_threads),
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime_ppo.rollout.sglang.served_models",
     }
     if spec.device == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -61,6 +73,56 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     elif spec.gpu_ids:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpu_ids))
     return variables
+
+
+def check_host(host: str, api_key: str | None) -> None:
+    """ConfigError for a server that strangers could reach without a key (its control calls run what they are sent), or for a
+    host that names no machine."""
+    if host in _EVERY_INTERFACE:
+        raise ConfigError(f"host {host} is no address to call a server at; expected the address of its machine that others reach")
+    if host not in _LOOPBACK and api_key is None:
+        raise ConfigError(
+            f"host {host} needs --sglang-api-key-file: whoever reaches a server without a key can replace its weights and run "
+            "code in it; or leave the host at 127.0.0.1"
+        )
+
+
+def check_server_args(extra: Sequence[tuple[str, str | None]], origin: str) -> None:
+    """Refuse flags that the installed SGLang does not have, that we set ourselves or that break training, and wrong values.
+
+    `extra` are (name without dashes, value or None for a switch), `origin` says where they were given. Raises ConfigError.
+    """
+    if not extra:
+        return
+    known = installed_flags()
+    for name, value in extra:
+        shown = f"{origin}: --{name.replace('_', '-')}"
+        flag = known.get(name.replace("-", "_"))
+        if flag is None:
+            close = nearest(name.replace("-", "_"), known)
+            hint = f"; did you mean --{close.replace('_', '-')}?" if close else ""
+            raise ConfigError(f"{shown} is not a flag of the installed SGLang{hint}")
+        reason = refusal(flag.field)
+        if reason is not None:
+            raise ConfigError(f"{shown} cannot be given to SGLang here: {reason}")
+        problem = _value_problem(flag, value)
+        if problem is not None:
+            raise ConfigError(f"{shown} {problem}")
+
+
+def _value_problem(flag: InstalledFlag, value: str | None) -> str | None:
+    if flag.kind == "switch":
+        return None if value is None else f"is a switch and takes no value, found {value!r}"
+    # what SGLang parses by itself may do without a value
+    if value is None:
+        return None if flag.kind == "text" and not flag.choices else "needs a value"
+    if flag.choices:
+        return None if value in flag.choices else f"takes one of {', '.join(flag.choices)}; found {value!r}"
+    try:
+        {"int": int, "float": float, "text": str}[flag.kind](value)
+    except ValueError:
+        return f"takes a number ({flag.kind}), found {value!r}"
+    return None
 
 
 def _thread_binding(tp_size: int) -> str:
@@ -84,6 +146,7 @@ def _common(spec: ServerSpec, port: int) -> dict[str, str | bool]:
         "enable_deterministic_inference": spec.deterministic,
         "is_embedding": spec.is_reward_model,
         "grammar_backend": "none",
+        "sampling_defaults": "openai",
         "log_level": "warning",
         "sleep_on_idle": True,
         "skip_server_warmup": True,

@@ -79,7 +79,8 @@ def allow_seeds() -> "torch.library.Library":
     batch_invariant.enable_batch_invariant_mode = lambda *_, **__: None
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
-    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    # SGLang compiles its sampler; the compiler can't follow numpy's 64-bit constants and must leave this alone
+    library.impl("murmur_hash32_cpu", torch.compiler.disable(murmur_hash32), "CPU")
     return library
 
 

@@ -1,7 +1,12 @@
+// A curve per evaluation data set; the sampled one has the first colour.
+function evalSeries() {
+  return run.evalSets.map((name, i) => ({ key: `eval/${name}`, name, color: `--c${2 + (i % 3)}`, sparse: true }));
+}
+
 const CHARTS = [
-  { title: "Reward", sub: "mean of the rollout's sampled answers, and greedy answers to held-out prompts", size: "wide", height: 270,
+  { title: "Reward", sub: "mean of the rollout's sampled answers, and of answers to held-out prompts", size: "wide", height: 270,
     series: [{ key: "rollout/raw_reward", name: "sampled", color: "--c1" },
-             { key: "eval/heldout_reward", name: "held-out, greedy", color: "--c2", sparse: true }] },
+             ...evalSeries()] },
   { title: "KL to the reference", sub: "nats per token", zero: true, series: [{ key: "rollout/kl", name: "KL", color: "--c1" }] },
   { title: "Entropy", sub: "nats per token", zero: true, series: [{ key: "rollout/entropy", name: "entropy", color: "--c3" }] },
   { title: "Clip fractions", sub: "tokens where the clipped branch is active", zero: true, show: formatPercent,

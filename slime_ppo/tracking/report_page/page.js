@@ -109,7 +109,7 @@ function buildHead() {
   const state = done < run.numRollout ? `${done} of ${rollouts(run.numRollout)} so far` : rollouts(done);
   document.getElementById("subtitle").textContent = run.runFolder ? `${state} · run folder ${run.runFolder}` : state;
   const tiles = [
-    sampledRewardTile(), rewardTile("Held-out reward, greedy", "eval/heldout_reward"), klTile(), gapTile(), timeTile(),
+    sampledRewardTile(), ...run.evalSets.map((name) => rewardTile(`Evaluation: ${name}`, `eval/${name}`)), klTile(), gapTile(), timeTile(),
   ].filter((built) => built !== null);
   document.getElementById("tiles").append(...tiles);
 }

@@ -3,7 +3,7 @@ const SHADES = {
   value: { column: "values", label: "value" },
   kl: { column: "kl", label: "log-prob − reference" },
 };
-const KINDS = { train: "sampled", heldout: "held-out" };
+const KINDS = { train: "training", eval: "evaluation" };
 const view = { kind: "train", rollout: null, row: 0, shade: "advantage", token: 0 };
 
 const difference = (a, b) => a.map((value, i) => (isNumber(value) && isNumber(b[i]) ? value - b[i] : null));
@@ -82,7 +82,8 @@ function renderControls(controls) {
 function renderList(list) {
   list.replaceChildren(...listed().map((sample, row) => {
     const line = (kind, text) => element("span", { class: kind }, text.trim().replace(/\s+/g, " "));
-    const text = element("span", { class: "text" }, line("of-prompt", sample.prompt), line("of-response", sample.response));
+    const from = sample.dataSet && run.evalSets.length > 1 ? `${sample.dataSet}: ` : "";
+    const text = element("span", { class: "text" }, line("of-prompt", from + sample.prompt), line("of-response", sample.response));
     const button = element("button", { type: "button", "aria-current": String(row === view.row) },
       element("span", { class: "reward", title: "reward" }, formatReward(sample.reward)), text);
     button.addEventListener("click", () => { view.row = row; view.token = 0; render(); list.children[row].focus(); });
@@ -168,7 +169,8 @@ function renderDetail(detail) {
   if (sample.tokens.length === 0) response.textContent = sample.response;
   const readout = element("dl", { class: "readout", "aria-live": "polite", "aria-label": "Figures of the token" });
   detail.replaceChildren(
-    element("div", { class: "facts" }, fact("reward", formatReward(sample.reward)), fact("sample", sample.id), fact("tokens", sample.tokens.length), fact("ended by", sample.finish)),
+    element("div", { class: "facts" }, fact("reward", formatReward(sample.reward)), fact("sample", sample.id), fact("tokens", sample.tokens.length), fact("ended by", sample.finish),
+      ...(sample.dataSet ? [fact("data set", sample.dataSet)] : [])),
     element("h3", { class: "field" }, "Prompt"), element("div", { class: "prompt" }, sample.prompt),
     element("h3", { class: "field" }, "Response"), readout, response, buildScale(sample));
   if (sample.tokens.length) wireTokens(response, readout, sample);
@@ -193,7 +195,7 @@ function buildViewer() {
     renderList(list);
     renderDetail(detail);
   };
-  view.kind = ofKind("train").length ? "train" : "heldout";
+  view.kind = ofKind("train").length ? "train" : "eval";
   chooseRollout(Infinity);
   if (!hasColumn(listed()[0], "advantage") && hasColumn(listed()[0], "value")) view.shade = "value";
   render();

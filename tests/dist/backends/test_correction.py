@@ -40,7 +40,25 @@ def test_log_probs_mismatch_statistics_equal_the_reference_and_reach_effective_s
     assert stats["mismatch_k3"] == pytest.approx(k3, rel=1e-5)
     assert stats["ess_rho"] ** 2 / (stats["ess_n"] * stats["ess_rho2"]) == pytest.approx(ess, rel=1e-5)
     assert 0.3 < ess < 0.95
+    assert "logprob_gap_full_max" not in stats
     assert "rollout_weights" not in columns and "rejected" not in columns and "rejected_samples" not in stats
+
+
+def test_log_probs_gap_over_the_full_vocabulary_is_measured_where_both_sides_have_it(
+    megatron_pool: RankPool, make_case: CaseMaker
+) -> None:
+    batch = make_batch(restricted=True)
+    columns, stats = _score(megatron_pool, make_case(PpoConfig()), batch)
+    assert "logprob_gap_full_max" not in stats
+    shifted = columns["old_full_log_probs"].copy()
+    trained = np.flatnonzero(batch.loss_mask)
+    shifted[trained[:2]] -= np.float32([0.25, 0.5])
+    shifted[np.flatnonzero(~batch.loss_mask)] += 9.0
+    _, stats = _score(megatron_pool, make_case(PpoConfig()), batch.with_columns(rollout_full_log_probs=shifted))
+    assert stats["logprob_gap_full_max"] == pytest.approx(0.5, rel=1e-5)
+    assert stats["logprob_gap_full_mean"] == pytest.approx(0.75 / len(trained), rel=1e-5)
+    _, stats = _score(megatron_pool, make_case(PpoConfig(kl_support="sampled")), batch.with_columns(rollout_full_log_probs=shifted))
+    assert "logprob_gap_full_max" not in stats
 
 
 @pytest.mark.parametrize("restricted", [False, True])

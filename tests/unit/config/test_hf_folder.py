@@ -2,11 +2,12 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slime_ppo.config.hf_folder import check_replaceable, check_weight_files
+from slime_ppo.config.hf_folder import TensorEntry, check_replaceable, check_weight_files, read_tensor_entries
 from slime_ppo.errors import CheckpointError
 
 NORM = {"norm": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
@@ -103,3 +104,15 @@ def test_check_weight_files_with_an_index_that_is_wrong_names_it(tmp_path: Path,
     with pytest.raises(CheckpointError, match=message) as caught:
         check_weight_files(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}/model.safetensors.index.json ")
+
+
+def test_read_tensor_entries_tells_file_type_and_shape_with_and_without_an_index(tmp_path: Path) -> None:
+    norm = TensorEntry("model.safetensors", "F32", (2,))
+    (tmp_path / "model.safetensors").write_bytes(_weights(NORM | {"__metadata__": {"format": "pt"}}, 8))
+    assert read_tensor_entries(tmp_path) == {"norm": norm}
+    (tmp_path / "one.safetensors").write_bytes(_weights(NORM, 8))
+    _index(tmp_path, {"norm": "one.safetensors"})
+    assert read_tensor_entries(tmp_path) == {"norm": replace(norm, file="one.safetensors")}
+    (tmp_path / "one.safetensors").write_bytes(_weights(NORM, 7))
+    with pytest.raises(CheckpointError, match="has 79 bytes, but its header counts 80"):
+        read_tensor_entries(tmp_path)

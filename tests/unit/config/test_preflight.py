@@ -86,6 +86,11 @@ def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_pa
     evaluating: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": "nowhere.jsonl"}
     assert _refusal(make(**evaluating)).startswith("--eval-prompt-data nowhere.jsonl: no such file")
     check_files(make(**(evaluating | {"eval__eval_interval": 0})))
+    there = tmp_path / "there.jsonl"
+    there.write_text("{}")
+    several: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": f"one={there},two=nowhere.jsonl"}
+    assert _refusal(make(**several)).startswith("--eval-prompt-data nowhere.jsonl: no such file")
+    check_files(make(**(several | {"eval__eval_prompt_data": f"one={there},two={there}"})))
 
 
 @pytest.mark.parametrize(

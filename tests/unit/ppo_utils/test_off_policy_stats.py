@@ -42,10 +42,10 @@ def test_mismatch_merge_adds_sums_and_keeps_the_larger_maximum() -> None:
     one, other = Mismatch(2, 3.0, 2.0, 0.5, 4.0, 10.0), Mismatch(1, 6.0, 6.0, 1.0, 1.0, 1.0)
     both = one.merge(other)
     assert both == Mismatch(3, 9.0, 6.0, 1.5, 5.0, 11.0) == other.merge(one)
-    assert (both.mean_abs, both.k3, both.ess) == (3.0, 0.5, 25 / 33)
+    assert (both.mean_abs, both.k3, both.ratio_mean, both.ess) == (3.0, 0.5, 5 / 3, 25 / 33)
 
 
 def test_mismatch_without_tokens_has_no_nan() -> None:
     none = Mismatch()
-    assert (none.mean_abs, none.max_abs, none.k3, none.ess) == (0, 0, 0, 1)
+    assert (none.mean_abs, none.max_abs, none.k3, none.ratio_mean, none.ess) == (0, 0, 0, 1, 1)
     assert none.merge(none) == none

@@ -25,7 +25,9 @@ def sample(sample_id: int, wish: str = "-", response: str = "xx") -> Sample:
         sample_id=sample_id,
         group_id=sample_id,
         trajectory_id=sample_id,
-        prompt=Prompt(sample_id, f"prompt {sample_id}", np.ones(2, np.int32), label=f"label {sample_id}", metadata={"wish": wish}),
+        prompt=Prompt(
+            sample_id, f"prompt {sample_id}", np.array([4, 5, 6], np.int32), label=f"label {sample_id}", metadata={"wish": wish}
+        ),
         response_ids=np.ones(2, np.int32),
         response_text=response,
         rollout_log_probs=np.zeros(2, np.float32),
@@ -290,7 +292,7 @@ from slime_ppo.rewards.base import RewardInput
 from slime_ppo.rewards.worker import score_batch
 from slime_ppo.types.sample import FinishReason, one_version
 runner.start()
-busy = RewardInput(0, "", "", None, {"wish": "sleep"}, FinishReason.STOP, np.ones(2, np.int32))
+busy = RewardInput(0, "", "", None, {"wish": "sleep"}, FinishReason.STOP, np.ones(1, np.int32), np.ones(2, np.int32))
 task = runner._pool.schedule(score_batch, args=(runner._spec, [busy]))
 while not task.running():
     pass

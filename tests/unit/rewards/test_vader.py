@@ -7,7 +7,9 @@ from slime_ppo.types.sample import FinishReason
 
 
 def scored(prompt: str, response: str) -> float:
-    (reward,) = VaderReward()([RewardInput(0, prompt, response, None, {}, FinishReason.LENGTH, np.ones(3, np.int32))])
+    (reward,) = VaderReward()(
+        [RewardInput(0, prompt, response, None, {}, FinishReason.LENGTH, np.ones(2, np.int32), np.ones(3, np.int32))]
+    )
     return reward
 
 

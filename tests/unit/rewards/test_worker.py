@@ -17,7 +17,9 @@ def spec(name: str) -> RewardSpec:
 def score(name: str, *wishes: str) -> BatchScores:
     """Of responses of three tokens."""
     inputs = [
-        RewardInput(index, "prompt", "xx", None, {"wish": wish}, FinishReason.STOP, np.array([4, 5, 3], np.int32))
+        RewardInput(
+            index, "prompt", "xx", None, {"wish": wish}, FinishReason.STOP, np.ones(2, np.int32), np.array([4, 5, 3], np.int32)
+        )
         for index, wish in enumerate(wishes)
     ]
     return score_batch(spec(name), inputs)
@@ -116,3 +118,18 @@ def test_import_problem_says_why(name: str, reason: str) -> None:
     problem = import_problem(spec(name))
     assert problem.startswith("--custom-rm-path: ")
     assert reason in problem
+
+
+def test_score_failure_is_a_problem_of_its_sample_alone() -> None:
+    scores = score("failure_for_the_second", "-", "-", "-")
+    assert (scores.rewards, scores.problems) == ((0.5, 0.0, 0.5), ("", "is not for me", ""))
+
+
+def test_score_class_is_built_with_the_arguments_of_its_spec() -> None:
+    found = RewardSpec(f"{FUNCTIONS}.WithArguments", "--custom-rm-path", (("factor", 1.5), ("label", None)))
+    item = RewardInput(0, "prompt", "xx", None, {}, FinishReason.STOP, np.ones(2, np.int32), np.ones(3, np.int32))
+    assert import_problem(found) == ""
+    assert score_batch(found, [item]).rewards == (3.0,)
+    assert "missing 1 required keyword-only argument: 'label'" in import_problem(
+        RewardSpec(f"{FUNCTIONS}.WithArguments", "--custom-rm-path", (("factor", 1.5),))
+    )

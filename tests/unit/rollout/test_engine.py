@@ -136,6 +136,26 @@ def test_check_results_broken_support_raises_naming_sample(support: Support | No
         check_results([TOP_K], [replace(RESULT, support=support)])
 
 
+@pytest.mark.parametrize(
+    ("full", "message"),
+    [
+        ([-1.0, -2.0], r"\[2\] log-probs over the full vocabulary, expected \[3\]"),
+        ([-1.0, np.nan, -1.0], "log-prob nan over the full vocabulary and -2.0 over the support at response token 1"),
+        ([-1.0, -2.0, -0.4], "log-prob -0.4.* over the full vocabulary and -0.5 over the support at response token 2"),
+    ],
+)
+def test_check_results_broken_full_log_probs_raise_naming_sample(full: list[float], message: str) -> None:
+    good = replace(RESULT, support=SUPPORT, full_log_probs=np.array([-1.5, -2.0, -0.9], np.float32))
+    check_results([TOP_K], [good])
+    with pytest.raises(RolloutError, match=f"^sample 41: .*{message}"):
+        check_results([TOP_K], [replace(good, full_log_probs=np.array(full, np.float32))])
+
+
+def test_check_results_full_log_probs_of_an_unrestricted_sampler_are_refused() -> None:
+    with pytest.raises(RolloutError, match="sample 41: .*over the full vocabulary twice: the sampler is not restricted"):
+        check_results([REQUEST], [replace(RESULT, full_log_probs=RESULT.log_probs)])
+
+
 def test_check_results_min_p_alone_is_a_restriction() -> None:
     request = replace(REQUEST, sampling=replace(SAMPLING, min_p=0.1))
     check_results([request], [replace(RESULT, support=SUPPORT)])

@@ -70,6 +70,16 @@ def test_generate_two_copies_of_three_prompts_have_unique_ids_and_share_groups()
     assert [sample.prompt.index for sample in samples] == [40, 40, 41, 41, 42, 42]
 
 
+def test_generate_ids_from_a_first_group_on_keep_the_random_numbers() -> None:
+    plain, shifted = ScriptedEngine([]), ScriptedEngine([])
+    generate(make_builder(plain))
+    options: dict[str, Any] = {"n_samples_per_prompt": 2, "purpose": "rollout", "first_group_id": 50}
+    samples = make_builder(shifted).generate(2, PROMPTS, SAMPLING, **options)
+    assert [sample.sample_id for sample in samples] == [100, 101, 102, 103, 104, 105]
+    assert [sample.group_id for sample in samples] == [50, 50, 51, 51, 52, 52]
+    assert [one.seed for one in shifted.requests[0]] == [one.seed for one in plain.requests[0]]
+
+
 def test_generate_requests_carry_prompt_sampling_and_the_samples_own_seed() -> None:
     engine = ScriptedEngine([])
     prompts = [replace(prompt, token_ids=np.array([prompt.index], np.int32)) for prompt in PROMPTS]
@@ -139,6 +149,17 @@ def test_generate_good_support_is_kept_with_the_sample() -> None:
     builder = make_builder(SupportEngine([7, 3], -1, []))
     samples = builder.generate(2, PROMPTS, replace(SAMPLING, top_p=0.9), n_samples_per_prompt=1, purpose="rollout")
     assert all(sample.support is not None and sample.support.ids.tolist() == [7, 3, 7, 3] for sample in samples)
+
+
+def test_generate_full_log_probs_are_kept_with_the_sample() -> None:
+    class Telling(SupportEngine):
+        def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+            full = np.array([-0.75, -1.0], np.float32)
+            return [replace(result, full_log_probs=full) for result in super().generate(requests)]
+
+    builder = make_builder(Telling([7, 3], -1, []))
+    [sample] = builder.generate(2, PROMPTS[:1], replace(SAMPLING, top_p=0.9), n_samples_per_prompt=1, purpose="rollout")
+    assert sample.full_log_probs is not None and sample.full_log_probs.tolist() == [-0.75, -1.0]
 
 
 def test_without_aborted_leaves_them_out_and_keeps_the_order() -> None:

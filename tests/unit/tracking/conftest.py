@@ -49,7 +49,12 @@ def make_record(rollout_id: int, *, trains_actor: bool = True) -> RolloutRecord:
     metrics = _ROLLOUT | _CRITIC | (_POLICY if trains_actor else {})
     metrics["rollout/raw_reward"] = 0.25 + 0.018 * rollout_id
     if rollout_id % 2 == 0:
-        metrics["eval/heldout_reward"] = 0.3 + 0.1 * rollout_id
+        metrics |= {
+            "eval/math": 0.3 + 0.1 * rollout_id,
+            "eval/math_response_len": 9.0,
+            "eval/code": 0.5,
+            "eval/code_response_len": 7.0,
+        }
     step = {"step": float(rollout_id)} | (_POLICY_STEP if trains_actor else {}) | _CRITIC_STEP
     phases = {name: 2.5 * (index + 1) for index, name in enumerate(_PHASES)}
     phrases = (Phrase("so happy", 0.2 * (rollout_id + 1)), Phrase("a day", 1 / 3))
@@ -88,5 +93,5 @@ def records() -> tuple[RolloutRecord, ...]:
 
 @pytest.fixture
 def samples() -> tuple[SampleRecord, ...]:
-    heldout = SampleRecord(3, 900, "He had", " won", 0.57, "stop", (" won",), (), (), (), (), (), (), "heldout")
-    return (*(make_sample(rollout_id, 10 * rollout_id) for rollout_id in range(4)), heldout)
+    answer = SampleRecord(3, 900, "He had", " won", 0.57, "stop", (" won",), (), (), (), (), (), (), "eval", "math")
+    return (*(make_sample(rollout_id, 10 * rollout_id) for rollout_id in range(4)), answer)

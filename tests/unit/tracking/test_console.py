@@ -42,10 +42,10 @@ def test_step_line_of_a_critic_only_step_has_no_policy_part(records: tuple[Rollo
     assert step_line(records[0].steps[0]) == "  step 0  critic vf 0.092  ev 0.63  gnorm 1.4"
 
 
-def test_rollout_line_of_a_critic_only_rollout_says_so_and_shows_the_held_out_reward(records: tuple[RolloutRecord, ...]) -> None:
+def test_rollout_line_of_a_critic_only_rollout_says_so_and_shows_a_reward_per_data_set(records: tuple[RolloutRecord, ...]) -> None:
     line = rollout_line(records[0], num_rollout=4, previous_reward=None, eta_s=None)
     assert line == (
-        "rollout 0/4 (critic only)  reward 0.250  held-out 0.300  len 812 (2.3% cut)  gap 5.1e-06"
+        "rollout 0/4 (critic only)  reward 0.250  math 0.300  code 0.500  len 812 (2.3% cut)  gap 5.1e-06"
         " | gen 2.5s  critic 12.5s  actor 15.0s  sync 17.5s"
     )
 

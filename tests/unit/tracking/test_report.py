@@ -95,6 +95,8 @@ def test_report_charts_read_metrics_and_phases_that_the_trainer_writes(records: 
     read = set(re.findall(r"\"((?:rollout|train|eval|perf)/[^\"]+)\"", asset("charts.js") + asset("page.js")))
     written = set(records[0].metrics) | set(records[1].metrics)
     assert read <= written
+    series = re.findall(r"run\.evalSets\.map.*`eval/\$\{name\}`", asset("charts.js") + asset("page.js"))
+    assert len(series) == 2, "a curve and a tile per data set"
     assert len(read) > 15
     for phase in {*records[0].phases, *CRITIC_FREE_PHASES, *SIDE_BY_SIDE_PHASES}:
         assert f"--p-{phase.replace(' ', '-')}:" in asset("style.css")
@@ -109,6 +111,7 @@ def test_report_tolerates_missing_metrics(run: RunInfo, records: tuple[RolloutRe
     }[missing]
     _, payload = parse(render_report(run, [partial], []))
     assert payload["rollouts"] == [partial.rollout_id]
+    assert payload["evalSets"] == [name for name in ("code", "math") if f"eval/{name}" in partial.metrics]
     assert set(payload["metrics"]) == set(partial.metrics)
 
 

@@ -20,7 +20,9 @@ def test_payload_has_one_entry_per_rollout_and_null_where_a_metric_is_missing(
     assert payload["rollouts"] == [0, 1, 2, 3]
     assert payload["criticOnly"] == [True, False, False, False]
     assert payload["metrics"]["train/pg_loss"] == [None, -0.0031, -0.0031, -0.0031]
-    assert payload["metrics"]["eval/heldout_reward"] == [0.3, None, 0.5, None]
+    assert payload["metrics"]["eval/math"] == [0.3, None, 0.5, None]
+    assert payload["evalSets"] == ("code", "math")
+    assert [sample["dataSet"] for sample in payload["samples"]] == ["", "", "", "", "math"]
     assert [phase["name"] for phase in payload["phases"]] == list(records[0].phases)
     assert payload["phrases"][2] == [{"text": "so happy", "share": 0.6}, {"text": "a day", "share": 0.33333}]
     assert payload["samples"][1]["mask"] == [1, 1, 0, 1]

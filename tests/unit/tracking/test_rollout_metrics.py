@@ -1,5 +1,7 @@
 """Metrics of one rollout from hand-made statistics, every expected number worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,12 +10,14 @@ from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
     is_early_stopped,
     is_skipped,
+    pass_metrics,
+    sample_metrics,
     stage_metrics,
     step_records,
     training_metrics,
 )
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import FinishReason, Prompt, Sample, Support, one_version
+from slime_ppo.types.sample import FinishReason, Prompt, Sample, Support, VersionSpan, one_version
 from slime_ppo.types.stats import Stats, merge_stats
 
 
@@ -161,6 +165,26 @@ def test_batch_metrics_of_three_samples() -> None:
     )
 
 
+def test_sample_metrics_cached_tokens_are_a_share_of_prompt_tokens_and_mixed_versions_are_told_where_there_are_any() -> None:
+    one, two, three = (sample(i, length=2, reward=0.0, finish=FinishReason.STOP) for i in range(3))
+    one = replace(one, prompt=replace(one.prompt, token_ids=np.arange(6, dtype=np.int32)), num_cached_tokens=3)
+    two = replace(two, weight_versions=(VersionSpan(0, 0, 1), VersionSpan(0, 1, 2)))
+    assert sample_metrics([one, two, three]) == {"rollout/cached_tokens_ratio": 3 / 8}
+    three = replace(three, weight_versions=(VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)))
+    assert sample_metrics([one, two, three]) == {"rollout/cached_tokens_ratio": 3 / 8, "rollout/mixed_version_ratio": 1 / 3}
+
+
+def test_pass_metrics_count_a_trajectory_of_several_samples_once() -> None:
+    """Prompt 0 has two answers, the first in two parts, and one of them passes; prompt 3 has two that fail."""
+    rewards, groups, trajectories = [1.0, 1.0, 0.0, 0.5, 0.9], [0, 0, 0, 3, 3], [0, 0, 2, 3, 4]
+    samples = [
+        replace(sample(i, length=2, reward=reward, finish=FinishReason.STOP), group_id=group, trajectory_id=trajectory)
+        for i, (reward, group, trajectory) in enumerate(zip(rewards, groups, trajectories, strict=True))
+    ]
+    batch = RolloutBatch.from_samples(0, samples)
+    assert pass_metrics(batch, n_samples_per_prompt=2, threshold=1.0) == {"passrate/pass@1": 0.25, "passrate/pass@2": 0.5}
+
+
 def test_stage_metrics_explained_variance_is_the_critics_and_absent_without_a_value() -> None:
     log_probs, advantages = Stats(), Stats()
     log_probs.add_mean("kl", 3.0, 6)
@@ -197,6 +221,7 @@ def test_stage_metrics_mismatch_of_two_ranks_is_that_of_all_tokens() -> None:
             "rollout/logprob_gap_mean": 0.25,
             "train/train_rollout_logprob_abs_diff": 0.25,
             "rollout/mismatch_k3": 0.5,
+            "train/rollout_ratio_mean": 4 / 3,
             "rollout/ess": 16 / 30,  # (1 + 3 + 0)^2 / (3 * (1 + 9 + 0))
             "rollout/rejected_samples": 3.0,
         },

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slime_ppo.tracking.sample_records import heldout_records, training_records
+from slime_ppo.tracking.sample_records import eval_records, training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import FinishReason, Prompt, Sample, one_version
 
@@ -54,8 +54,9 @@ def test_training_records_column_that_was_not_computed_is_empty() -> None:
 
 
 @pytest.mark.parametrize(("reward", "shown"), [(0.75, 0.75), (None, 0.0)])
-def test_heldout_records_have_texts_and_reward_and_nothing_per_token(reward: float | None, shown: float) -> None:
-    [record] = heldout_records(8, [make_sample(4, [7, 9], FinishReason.STOP, reward)], spelled)
-    assert (record.rollout_id, record.sample_id, record.reward, record.kind) == (8, 4, shown, "heldout")
+def test_eval_records_have_data_set_texts_and_reward_and_nothing_per_token(reward: float | None, shown: float) -> None:
+    [record] = eval_records(8, "math", [make_sample(4, [7, 9], FinishReason.STOP, reward)], spelled)
+    assert (record.rollout_id, record.sample_id, record.reward, record.kind) == (8, 4, shown, "eval")
+    assert record.data_set == "math"
     assert record.tokens == ("<7>", "<9>")
     assert record.log_probs == record.values == record.advantages == record.returns == record.loss_mask == ()

@@ -163,6 +163,18 @@ def test_from_samples_support_of_some_samples_only_names_one_without() -> None:
         RolloutBatch.from_samples(0, [_sample(0, [1], [2], support=support), _sample(1, [1], [2])])
 
 
+def test_from_samples_full_log_probs_are_a_column_and_missing_ones_name_the_sample() -> None:
+    def full(*values: float) -> np.ndarray:
+        return np.array(values, np.float32)
+
+    samples = [_sample(0, [1], [2, 3], full_log_probs=full(-2, -4)), _sample(1, [1], [2], full_log_probs=full(-3))]
+    assert filled(RolloutBatch.from_samples(0, samples).rollout_full_log_probs).tolist() == [-2, -4, -3]
+    with pytest.raises(DataError, match="sample 1 of rollout 0 has no log-probs over the full vocabulary while others have"):
+        RolloutBatch.from_samples(0, [samples[0], _sample(1, [1], [2])])
+    with pytest.raises(DataError, match=r"sample 0 .* 2 response tokens, but \{'full_log_probs': 1\}"):
+        RolloutBatch.from_samples(0, [_sample(0, [1], [2, 3], full_log_probs=full(-2))])
+
+
 def test_from_samples_process_rewards_of_some_samples_are_zero_for_the_others() -> None:
     paid = _sample(1, [1], [2, 3], process_rewards=np.array([0.5, -1.0], np.float32))
     packed = RolloutBatch.from_samples(0, [_sample(0, [1], [2]), paid, _sample(2, [1], [2, 3])])

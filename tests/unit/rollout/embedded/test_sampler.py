@@ -8,6 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_ppo.ppo_utils.off_policy import rollout_mismatch
+from slime_ppo.ppo_utils.support_rows import TokenSupports
+from slime_ppo.ppo_utils.top_p import support_and_vocab_log_probs
 from slime_ppo.rollout.embedded.sampler import (
     FIRST_CANDIDATES,
     Draw,
@@ -58,7 +61,7 @@ def test_draw_greedy_ignores_temperature_and_reports_unit_temperature_log_prob()
     draw = draw_next(_logits(0.2, 0.7, 0.1), [True])
     assert draw.tokens.tolist() == [1]
     assert draw.log_probs.item() == pytest.approx(np.log(0.7), abs=1e-6)
-    assert draw.kept is None
+    assert draw.kept is None and draw.full_log_probs is None
 
 
 def test_draw_restricted_hand_example_renormalises_over_joint_support() -> None:
@@ -72,6 +75,8 @@ def test_draw_restricted_hand_example_renormalises_over_joint_support() -> None:
     # Over the noise of ids 2 and 0: .4, .3 and .4, .429; the small noise of ids 1 and 3 is outside. Renormalised: 4/7, 3/7.
     assert draw.tokens.tolist() == [2, 0]
     assert draw.log_probs.tolist() == pytest.approx([np.log(4 / 7), np.log(3 / 7)], abs=1e-6)
+    assert draw.full_log_probs is not None
+    assert draw.full_log_probs.tolist() == pytest.approx([np.log(0.4), np.log(0.3)], abs=1e-6)
 
 
 def test_draw_restricted_joint_rule_is_not_the_sequential_one() -> None:
@@ -133,6 +138,22 @@ def test_draw_restricted_agrees_with_full_draw_inside_the_support() -> None:
     inside = (torch.from_numpy(restricted.kept.ids).view(500, 20) == full[:, None]).any(-1)
     assert 300 < inside.sum() < 500
     torch.testing.assert_close(restricted.tokens[inside], full[inside], rtol=0, atol=0)
+
+
+def test_ratio_mean_of_restricted_draws_is_1_on_their_supports_and_shows_the_bias_of_the_full_vocabulary() -> None:
+    """A trainer that ignores the supports scores each token by the mass of its support too little."""
+    logits = 2 * torch.randn(4000, 40, generator=torch.Generator().manual_seed(4))
+    draw = draw_restricted(logits, _drawn_noise(4000, 40, seed=4), temperature=0.9, top_k=0, top_p=0.85, min_p=0.0)
+    assert draw.kept is not None and draw.full_log_probs is not None
+    supports = TokenSupports(torch.from_numpy(draw.kept.ids).long(), torch.from_numpy(draw.kept.counts).long())
+    options = {"vocab_size": 40, "temperature": 0.9, "group": None, "entropy": "none"}
+    trainer = support_and_vocab_log_probs(logits, draw.tokens, supports, **options)
+    every = torch.ones(4000, dtype=torch.bool)
+    assert rollout_mismatch(trainer.log_probs, draw.log_probs, every).ratio_mean == pytest.approx(1.0, abs=1e-6)
+    assert rollout_mismatch(trainer.full_log_probs, draw.full_log_probs, every).max_abs < 1e-5
+    biased = rollout_mismatch(trainer.full_log_probs, draw.log_probs, every)
+    assert biased.ratio_mean == pytest.approx(1 - trainer.outside_mass.mean().item(), abs=1e-6)
+    assert 0.85 < biased.ratio_mean < 0.95
 
 
 def test_draw_restricted_support_of_one_has_log_prob_zero() -> None:

@@ -1,0 +1,100 @@
+"""Config -> what SGLang's servers and their client are started with. No torch."""
+
+import os
+from typing import Any
+
+from slime_ppo.config.engine_checks import read_api_key, server_urls
+from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.root import Config
+from slime_ppo.errors import ConfigError
+from slime_ppo.parallel.worker_settings import DeviceKind
+from slime_ppo.rollout.sglang.engine import EngineSettings
+from slime_ppo.rollout.sglang.server import ExternalServer
+from slime_ppo.rollout.sglang.server_args import ServerSpec, check_server_args
+from slime_ppo.weight_sync.base import WeightSync
+from slime_ppo.weight_sync.disk import DiskSync
+from slime_ppo.weight_sync.distributed import DistributedSync
+from slime_ppo.weight_sync.folder import served_tensors
+from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
+
+
+def check_sglang(config: Config) -> None:
+    """What can be known before a server is started. Raises ConfigError."""
+    if config.rollout.engine == "sglang":
+        check_server_args(config.sglang.further_args, "--sglang-server-args")
+        read_api_key(config.sglang.api_key_file)
+        served_tensors(config.model.hf_checkpoint, config.model.dtype)
+
+
+def server_specs(config: Config, *, device: DeviceKind, log_dir: str) -> list[ServerSpec]:
+    """One per engine that the run starts."""
+    sglang, folder = config.sglang, os.path.abspath(config.model.hf_checkpoint)
+    shape, api_key = ModelShape.from_hf_folder(folder), read_api_key(sglang.api_key_file)
+    return [
+        ServerSpec(
+            hf_folder=folder,
+            dtype=config.model.dtype,
+            device=device,
+            max_positions=shape.max_position_embeddings,
+            log_file=os.path.join(log_dir, f"sglang-server-{engine}.log"),
+            tp_size=len(bundles),
+            host=sglang.host,
+            port=None if sglang.port is None else sglang.port + engine,
+            trust_remote_code=config.model.trust_remote_code,
+            fp32_lm_head=config.model.fp32_lm_head,
+            deterministic=sglang.deterministic,
+            random_seed=config.run.seed + engine,
+            api_key=api_key,
+            num_threads=config.cluster.num_threads_per_rank,
+            start_timeout_s=sglang.start_timeout_s,
+            extra=sglang.further_args,
+        )
+        for engine, bundles in enumerate(config.engine_bundles)
+    ]
+
+
+def external_servers(config: Config) -> list[ExternalServer]:
+    """The servers of --sglang-server-urls."""
+    key = read_api_key(config.sglang.api_key_file)
+    return [
+        ExternalServer(url, key, start_timeout_s=config.sglang.start_timeout_s) for url in server_urls(config.sglang.server_urls)
+    ]
+
+
+def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
+    """What the client of the servers has to know."""
+    sglang, shape = config.sglang, ModelShape.from_hf_folder(config.model.hf_checkpoint)
+    return EngineSettings(
+        shape=shape,
+        device=device,
+        expected=served_tensors(config.model.hf_checkpoint, config.model.dtype),
+        pause_mode=sglang.pause_mode,
+        deterministic=sglang.deterministic,
+        max_concurrency=sglang.max_concurrency,
+        max_attempts=sglang.max_attempts,
+        max_restarts=sglang.max_restarts,
+        request_timeout_s=sglang.request_timeout_s,
+        sync_timeout_s=config.rollout.weight_sync_timeout_s,
+        router_url=sglang.router_url,
+        api_key=read_api_key(sglang.api_key_file),
+    )
+
+
+def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind) -> WeightSync:
+    """The way that weights take in this run, from the actor's group to the engine. Raises ConfigError for one that the device
+    does not have."""
+    rollout, path = config.rollout, config.weight_sync_path
+    common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
+    on_shared_gpus = device == "cuda" and config.cluster.colocate and config.rollout.engine == "sglang"
+    if path == "distributed" and on_shared_gpus and config.sglang.server_urls is None:
+        raise ConfigError(
+            "--weight-sync distributed with --colocate: NCCL allows one process of a group on each GPU, and actor and servers "
+            "share theirs. Use tensor (auto), or disk"
+        )
+    if path == "tensor" and on_shared_gpus:
+        return SharedMemorySync(source, target, **common)
+    if path == "distributed":
+        return DistributedSync(source, target, **common)
+    if path == "disk":
+        return DiskSync(source, target, folder=config.weight_sync_folder, **common)
+    return TensorSync(source, target, **common)

@@ -1,0 +1,146 @@
+"""One request per sample, spread over the servers: concurrent, tried again a bounded number of times, ended by an abort."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+from uuid import uuid4
+
+from slime_ppo.errors import RolloutError
+from slime_ppo.rollout.sglang.answers import aborted_result, read_answer, request_body
+from slime_ppo.rollout.sglang.client import ServerAnswerError, ServerGone, ServerTimeout
+from slime_ppo.rollout.sglang.fleet import Member, ServerFleet
+from slime_ppo.types.sample import GenerateRequest, GenerateResult
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+_WATCH_S = 0.5
+_ABORT_TIMEOUT_S = 10.0
+"""What is unfinished so long after an abort comes back without its tokens: its server is paused and holds it back."""
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    """`max_concurrency` None: all requests at the same time. `request_timeout_s`: a server that needs longer for one hangs."""
+
+    vocab_size: int
+    deterministic: bool
+    max_concurrency: int | None
+    max_attempts: int
+    request_timeout_s: float
+
+
+class _GivenUp(Exception):
+    """A request that an abort has not brought back in time."""
+
+
+class Dispatch:
+    """One `generate`. `targets` are chosen by the fewest requests under way; `versions` may grow while it runs."""
+
+    def __init__(
+        self, fleet: ServerFleet, targets: Sequence[Member], settings: DispatchSettings, *, versions: Collection[int], abort: Event
+    ) -> None:
+        self._fleet = fleet
+        self._targets = targets
+        self._settings = settings
+        self._versions = versions
+        self._abort = abort
+        self._name = uuid4().hex[:12]
+        self._given_up = False
+
+    async def run(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """One result per request, in order. Raises RolloutError for a request that a living server refuses or can't answer."""
+        limit = asyncio.Semaphore(self._settings.max_concurrency or len(requests))
+        tasks = [asyncio.create_task(self._limited(request, limit)) for request in requests]
+        watch = asyncio.create_task(self._watch())
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._abort_all()
+            raise
+        finally:
+            watch.cancel()
+
+    async def _limited(self, request: GenerateRequest, limit: asyncio.Semaphore) -> GenerateResult:
+        async with limit:
+            try:
+                return await self._answered(request)
+            except _GivenUp:
+                return aborted_result(request, max(self._versions))
+
+    async def _answered(self, request: GenerateRequest) -> GenerateResult:
+        failure: RolloutError | None = None
+        most = self._settings.max_attempts
+        for attempt in range(1, most + 1):
+            target = self._chosen()
+            if target is None or self._abort.is_set():
+                return aborted_result(request, max(self._versions))
+            try:
+                answer = await self._ask(target, request, attempt)
+                return read_answer(request, answer, versions=self._versions)
+            except (ServerAnswerError, ServerGone, ServerTimeout) as error:
+                failure = error
+            if isinstance(failure, ServerAnswerError):
+                if 400 <= failure.status < 500:
+                    raise RolloutError(f"sample {request.sample_id}: {failure}") from failure
+            else:
+                await self._fleet.examine(target, failure)
+            _log.warning(
+                "sample %d on %s: attempt %d of %d failed: %s", request.sample_id, target.address.url, attempt, most, failure
+            )
+        if target.lost is not None:
+            return aborted_result(request, max(self._versions))
+        raise RolloutError(f"sample {request.sample_id}: attempt {most} of {most} failed: {failure}") from failure
+
+    def _chosen(self) -> Member | None:
+        if not self._fleet.alive():
+            return None
+        alive = [target for target in self._targets if target.lost is None]
+        return min(alive, key=lambda target: len(target.running), default=None)
+
+    async def _ask(self, target: Member, request: GenerateRequest, attempt: int) -> dict[str, Any]:
+        settings = self._settings
+        rid = f"{self._name}-{request.sample_id}-{attempt}"
+        body = request_body(request, rid, vocab_size=settings.vocab_size, deterministic=settings.deterministic)
+        task = asyncio.create_task(target.client.generate(body, settings.request_timeout_s))
+        target.running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            if self._given_up:
+                raise _GivenUp from None
+            raise ServerGone(target.address.url, "/generate", str(target.lost)) from None
+        finally:
+            target.running.discard(task)
+
+    async def _watch(self) -> None:
+        """Notice servers that have died, and keep aborting once that was asked: a request may still be on its way there."""
+        loop = asyncio.get_running_loop()
+        next_look, give_up_at = loop.time() + _WATCH_S, float("inf")
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if loop.time() >= next_look:
+                await self._fleet.watch_once()
+                next_look = loop.time() + _WATCH_S
+            if self._abort.is_set():
+                give_up_at = min(give_up_at, loop.time() + _ABORT_TIMEOUT_S)
+                await self._abort_all()
+            if loop.time() >= give_up_at or not self._fleet.alive():
+                self._given_up = True
+                for target in self._targets:
+                    for task in list(target.running):
+                        task.cancel()
+
+    async def _abort_all(self) -> None:
+        """Best effort: who does not hear it is dead, or answers when it is done."""
+        calls = [member.client.post("/abort_request", {"abort_all": True}, _ABORT_TIMEOUT_S) for member in self._fleet.alive()]
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -1,0 +1,207 @@
+"""All servers of one engine: started together, called together, and each known to live or to be lost.
+
+The engine's own event loop runs in a thread here; every method that is no coroutine may be called from other threads.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any, TypeVar
+
+from slime_ppo.errors import RolloutError
+from slime_ppo.rollout.engine import EnginePart
+from slime_ppo.rollout.sglang.client import ServerClient, ServerGone, ServerTimeout
+from slime_ppo.rollout.sglang.server import Server, ServerAddress
+
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+_NO_PART = EnginePart(0)
+_PROBLEM_POLL_S = 0.25
+_PROBLEM_WAIT_S = 2.0
+_SETTLE_TIMEOUT_S = 60.0
+_KEPT_CALLS = 1000
+
+
+@dataclass
+class Member:
+    """One server. `lost`: why it takes no traffic, None while it does; `released`: the parts it holds no memory of;
+    `running`: its requests under way."""
+
+    server: Server
+    address: ServerAddress
+    client: ServerClient
+    lost: str | None = None
+    released: EnginePart = _NO_PART
+    num_restarts: int = 0
+    running: set["asyncio.Task[dict[str, Any]]"] = field(default_factory=set)
+    examination: "asyncio.Task[None] | None" = None
+
+
+class ServerFleet:
+    """The servers in a fixed order. `calls` are the last control calls that were posted, for tests and for a timeline."""
+
+    def __init__(self, servers: Sequence[Server], api_key: str | None) -> None:
+        """Start all of them, at the same time. Raises RolloutError, with none left running, when one can't."""
+        if not servers:
+            raise RolloutError("an SGLang engine was made without servers; expected at least one")
+        self._api_key = api_key
+        self.calls: deque[str] = deque(maxlen=_KEPT_CALLS)
+        try:
+            addresses = _at_once([server.start for server in servers])
+        except BaseException:
+            _at_once([server.stop for server in servers])
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
+        self._thread.start()
+        self.members = [
+            Member(server, address, self.client(address.url)) for server, address in zip(servers, addresses, strict=True)
+        ]
+        self._settle(self.members)
+
+    def client(self, url: str) -> ServerClient:
+        return ServerClient(url, self._api_key)
+
+    def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """What a coroutine returns that runs in the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def alive(self) -> list[Member]:
+        return [member for member in self.members if member.lost is None]
+
+    def losses(self) -> str:
+        """Why servers are lost, one line each."""
+        return "; ".join(f"{member.address.url}: {member.lost}" for member in self.members if member.lost is not None)
+
+    def notice_losses(self) -> None:
+        """Ask every server whether it lives."""
+        self.run(self.watch_once())
+
+    async def watch_once(self) -> None:
+        for member in self.alive():
+            problem = await asyncio.to_thread(member.server.problem)
+            if problem is not None:
+                self._lose(member, problem)
+
+    def restart_lost(self, max_restarts: int) -> list[Member]:
+        """Start lost servers anew, at the same time, and return them. Raises RolloutError."""
+        self.notice_losses()
+        lost = [member for member in self.members if member.lost is not None]
+        for member in lost:
+            if member.num_restarts >= max_restarts:
+                raise RolloutError(
+                    f"{member.address.url} is lost and was started anew {member.num_restarts} times already "
+                    f"(--sglang-max-restarts): {member.lost}"
+                )
+            member.num_restarts += 1
+        addresses = _at_once([member.server.start for member in lost])
+        for member, address in zip(lost, addresses, strict=True):
+            _log.warning("%s was started anew as %s after: %s", member.address.url, address.url, member.lost)
+            self.run(member.client.close())
+            member.address, member.client = address, self.client(address.url)
+            member.released, member.lost = _NO_PART, None
+        self._settle(lost)
+        return lost
+
+    def addresses(self) -> Sequence[ServerAddress]:
+        return [member.address for member in self.members]
+
+    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
+        """One body to each server, to all at the same time; their answers. Raises RolloutError when all have answered."""
+        self._note(path, bodies[0])
+        calls = zip(self.members, bodies, strict=True)
+        return self._answers([(member, member.client.post(path, body, timeout_s)) for member, body in calls])
+
+    def get(self, path: str, *, timeout_s: float) -> list[Any]:
+        """The answers of all servers. Raises RolloutError when all have answered."""
+        return self._answers([(member, member.client.get(path, timeout_s)) for member in self.members])
+
+    def post_to(self, members: Sequence[Member], path: str, body: Mapping[str, object], *, timeout_s: float) -> list[Any]:
+        """The same body to some servers. Raises RolloutError when all have answered."""
+        if members:
+            self._note(path, body)
+        return self._answers([(member, member.client.post(path, body, timeout_s)) for member in members])
+
+    async def examine(self, member: Member, failure: RolloutError) -> None:
+        """Find out whether a server is lost whose connection failed; one that hangs is stopped, and lost."""
+        if member.lost is not None:
+            return
+        if member.examination is None:
+            member.examination = asyncio.create_task(self._examine(member, failure))
+        examination = member.examination
+        try:
+            await asyncio.shield(examination)
+        finally:
+            if examination.done():
+                member.examination = None
+
+    def close(self) -> None:
+        """Stop the servers that are ours, and the event loop."""
+        _at_once([member.server.stop for member in self.members])
+        for member in self.members:
+            self.run(member.client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _settle(self, started: Sequence[Member]) -> None:
+        """Let new servers leave what they have loaded out of garbage collection: every flush of the prefix cache collects, for
+        half a second on a CPU."""
+        self.post_to(started, "/freeze_gc", {}, timeout_s=_SETTLE_TIMEOUT_S)
+
+    def _answers(self, calls: Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]) -> list[Any]:
+        return self.run(self._gather(calls))
+
+    async def _gather(self, calls: Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]) -> list[Any]:
+        answers = await asyncio.gather(*(call for _, call in calls), return_exceptions=True)
+        failed: list[str] = []
+        for (member, _), answer in zip(calls, answers, strict=True):
+            if isinstance(answer, ServerGone | ServerTimeout):
+                await self.examine(member, answer)
+            if isinstance(answer, RolloutError):
+                failed.append(f"{answer}" if member.lost is None else f"{answer}: {member.lost}")
+            elif isinstance(answer, BaseException):
+                raise answer
+        if failed:
+            raise RolloutError(f"{len(failed)} of {len(calls)} SGLang servers failed: " + "; ".join(failed))
+        return list(answers)
+
+    async def _examine(self, member: Member, failure: RolloutError) -> None:
+        if isinstance(failure, ServerTimeout):
+            await asyncio.to_thread(member.server.stop)
+            self._lose(member, f"it hangs and was stopped: {failure}")
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _PROBLEM_WAIT_S
+        while member.lost is None and loop.time() < deadline:
+            problem = await asyncio.to_thread(member.server.problem)
+            if problem is not None:
+                self._lose(member, problem)
+                return
+            await asyncio.sleep(_PROBLEM_POLL_S)
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Called in the event loop; the server's requests move on."""
+        if member.lost is None:
+            _log.error("lost the SGLang server at %s with %d requests: %s", member.address.url, len(member.running), why)
+            member.lost = why
+            for task in list(member.running):
+                task.cancel()
+
+    def _note(self, path: str, body: Mapping[str, object]) -> None:
+        detail = body.get("mode") or body.get("tags") or ""
+        self.calls.append(f"{path} {detail if isinstance(detail, str) else ' '.join(map(str, detail))}".strip())
+
+
+def _at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
+    """The results of calls that block, made at the same time; raises the first error when all have ended."""
+    if not calls:
+        return []
+    with ThreadPoolExecutor(len(calls)) as pool:
+        running = [pool.submit(call) for call in calls]
+    return [one.result() for one in running]

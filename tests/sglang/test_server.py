@@ -1,0 +1,164 @@
+"""Stock SGLang in the hands of our launcher: what only a real server can show. One server for the file, and two failed starts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime_ppo.errors import RolloutError
+from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer, ServerAddress
+from slime_ppo.rollout.sglang.server_args import ServerSpec
+from tests.helpers.tiny_llama import EOS_ID, make_tiny_llama
+
+KEY = "key-of-the-test"
+MAX_POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Running:
+    spec: ServerSpec
+    server: LocalServer
+    address: ServerAddress
+
+    def call(self, path: str, body: dict[str, object] | None = None, key: str | None = KEY) -> dict[str, object]:
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(self.address.url + path, data, headers), timeout=60) as answer:
+            content = answer.read()
+        return json.loads(content) if content.startswith(b"{") else {}
+
+    def generate(self, prompt_len: int, **sampling: object) -> dict[str, object]:
+        return self.call("/generate", {"input_ids": [5] * prompt_len, "sampling_params": {"temperature": 1.0, **sampling}})
+
+    def group(self) -> list[psutil.Process]:
+        """The processes of the server, found by its port in their arguments and below."""
+        port = self.address.url.rpartition(":")[2]
+        [main] = [one for one in psutil.Process().children() if port in one.cmdline()]
+        return [main, *main.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position=MAX_POSITIONS, seed=3)
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> ServerSpec:
+    log_file = str(folder / "server.log")
+    return ServerSpec(
+        hf_folder=str(folder), dtype="float32", device="cpu", max_positions=MAX_POSITIONS, log_file=log_file, kv_tokens=4096
+    )
+
+
+@pytest.fixture(scope="module")
+def running(spec: ServerSpec) -> Iterator[Running]:
+    with_key = replace(spec, api_key=KEY)
+    server = LocalServer(with_key)
+    try:
+        yield Running(with_key, server, server.start())
+    finally:
+        server.stop()
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+
+def test_server_takes_prompt_and_response_up_to_the_models_positions(running: Running) -> None:
+    """The symptom: `--context-length 64` answers 62 tokens and calls it `length`."""
+    answer = running.generate(MAX_POSITIONS - 16, max_new_tokens=16, ignore_eos=True)
+    assert len(list(answer["output_ids"])) == 16  # type: ignore[call-overload]
+    stopped = running.generate(4, max_new_tokens=60, stop_token_ids=[*range(4, 100)])
+    assert stopped["meta_info"]["finish_reason"]["type"] == "stop"  # type: ignore[index]
+    assert len(list(stopped["output_ids"])) == 1  # type: ignore[call-overload]
+    assert EOS_ID == 3
+
+
+def test_every_call_needs_the_key_which_nobody_can_read_from_outside(running: Running) -> None:
+    for path, body in (("/model_info", None), ("/generate", {}), ("/pause_generation", {}), ("/update_weights_from_tensor", {})):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            running.call(path, body, key=None)
+    assert running.call("/model_info")["weight_version"] == "default"
+    assert not any(KEY in " ".join(one.cmdline()) for one in running.group())
+    assert KEY not in Path(running.spec.log_file).read_text(encoding="utf-8")
+
+
+def test_no_process_listens_beyond_loopback(running: Running) -> None:
+    sockets = [one for process in running.group() for one in process.net_connections(kind="inet")]
+    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 2
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_idle_and_paused_server_burns_no_core(running: Running) -> None:
+    group = running.group()
+    before = _cpu_s(group)
+    time.sleep(2.0)
+    idle = _cpu_s(group) - before
+    running.call("/pause_generation", {"mode": "abort"})
+    before = _cpu_s(group)
+    time.sleep(2.0)
+    paused = _cpu_s(group) - before
+    running.call("/continue_generation", {})
+    assert idle < 0.4 and paused < 0.4
+
+
+def test_only_the_families_that_we_serve_are_imported(running: Running) -> None:
+    """SGLang says which of its 250 model files it could not import on this machine; with ours named it tries none of them."""
+    assert "Ignore import error" not in Path(running.spec.log_file).read_text(encoding="utf-8")
+
+
+def test_external_server_is_used_with_its_key(running: Running) -> None:
+    assert ExternalServer(running.address.url, KEY).start() == ServerAddress(running.address.url, 1, 1)
+    with pytest.raises(RolloutError, match="/model_info answered 401"):
+        ExternalServer(running.address.url, None, start_timeout_s=0.1).start()
+
+
+def test_wrong_flag_is_told_in_sglangs_own_words(spec: ServerSpec) -> None:
+    with pytest.raises(RolloutError, match="exit code 2(.|\n)*unrecognized arguments: --nonsense"):
+        LocalServer(replace(spec, extra=(("nonsense", None),))).start()
+
+
+def test_owner_killed_during_the_load_leaves_no_process(spec: ServerSpec) -> None:
+    program = (
+        "import os, threading\n"
+        "from slime_ppo.rollout.sglang.server import LocalServer\n"
+        "from slime_ppo.rollout.sglang.server_args import ServerSpec\n"
+        f"server = LocalServer({replace(spec, log_file=spec.log_file + '.killed')!r})\n"
+        "server.start()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as owner:
+        deadline = time.monotonic() + 30.0
+        while not (children := psutil.Process(owner.pid).children()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(3.0)
+        group = os.getpgid(children[0].pid)
+        owner.kill()
+    deadline = time.monotonic() + 10.0
+    while psutil.pid_exists(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(group)
+
+
+# the last test: it ends the server of this file
+def test_death_of_the_detokenizer_ends_the_group_at_once(running: Running) -> None:
+    """The symptom: kill -9 of the detokenizer, and the server takes 65 s to end."""
+    group = running.group()
+    [detokenizer] = [one for one in group if one.cmdline()[0].startswith("sglang::detokenizer")]
+    started = time.monotonic()
+    os.kill(detokenizer.pid, signal.SIGKILL)
+    while (problem := running.server.problem()) is None and time.monotonic() - started < 10.0:
+        time.sleep(0.05)
+    gone, alive = psutil.wait_procs(group, timeout=3.0)
+    assert time.monotonic() - started < 5.0 and not alive
+    assert problem is not None and "sglang::detokenizer" in problem and str(detokenizer.pid) in problem
