@@ -2,6 +2,7 @@
 
     python tools/bench_weight_sync.py                       1M, 50M and 500M parameters in float32, one server each
     python tools/bench_weight_sync.py --sizes 1M --rounds 5
+    python tools/bench_weight_sync.py --sizes 500M --paths distributed disk
 
 The server is stock SGLang on a CPU; the trainer is this process with the weights of a random Llama in its memory, so that the
 gather over a trainer's ranks is not in the figures. Seconds are the least over rounds in which the paths take turns, pause and
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from slime_ppo.config.model_shape import ModelShape
@@ -45,15 +47,18 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = {
     "50M": (8, 640, 1792, 8192),
     "500M": (16, 1536, 4352, 16384),
 }
+PATHS = ("tensor", "distributed", "disk")
 TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One path: seconds of the fastest push and of a checked one (None for the copy), and bytes that were sent."""
+    """One path: seconds of the fastest push and of a checked one (None for the copy), CPU seconds of the push that took the fewest,
+    and bytes that were sent."""
 
     path: str
     seconds: float
+    cpu_s: float
     checked_s: float | None
     sent_bytes: int
 
@@ -132,21 +137,29 @@ class Engine:
         self._loop.close()
 
 
-def measured(size: str, dtype: str, *, bucket_bytes: int, rounds: int) -> tuple[int, list[Row]]:
+def measured(size: str, dtype: str, *, paths: Sequence[str], bucket_bytes: int, rounds: int) -> tuple[int, list[Row]]:
     """Parameters, and the rows of one size: the copy first."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         tensors = make_model(root / "model", SIZES[size], dtype)
-        spec = ServerSpec(str(root / "model"), dtype, "cpu", max_positions=512, log_file=str(root / "server.log"))
+        spec = ServerSpec(
+            str(root / "model"),
+            dtype,
+            "cpu",
+            max_positions=512,
+            log_file=str(root / "server.log"),
+            extra=(("skip_tokenizer_init", None),),
+        )
         server = LocalServer(spec)
         try:
             engine = Engine(server.start(), root / "model", dtype)
             trainer = Trainer(root / "model", tensors, bucket_bytes)
-            rows = _copy_row(tensors, rounds), *_path_rows(engine, trainer, root / "versions", bucket_bytes, rounds)
+            syncs = _syncs(engine, trainer, root / "versions", bucket_bytes)
+            rows = [_copy_row(tensors, rounds), *_path_rows(engine, trainer, {path: syncs[path] for path in paths}, rounds)]
             engine.close()
         finally:
             server.stop()
-    return sum(tensor.numel() for tensor in tensors.values()), list(rows)
+    return sum(tensor.numel() for tensor in tensors.values()), rows
 
 
 def make_model(folder: Path, size: tuple[int, int, int, int], dtype: str) -> dict[str, torch.Tensor]:
@@ -179,37 +192,50 @@ def make_model(folder: Path, size: tuple[int, int, int, int], dtype: str) -> dic
 
 def _copy_row(tensors: Mapping[str, torch.Tensor], rounds: int) -> Row:
     copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(max(3, rounds)):
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for name, tensor in tensors.items():
             copies[name].copy_(tensor)
         seconds.append(time.perf_counter() - began)
-    return Row("plain copy", min(seconds), None, sum(tensor.nbytes for tensor in tensors.values()))
+        cpu.append(time.process_time() - used)
+    return Row("plain copy", min(seconds), min(cpu), None, sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _path_rows(engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int, rounds: int) -> list[Row]:
-    """Paths take turns; the first push of each is the checked one."""
-    syncs: dict[str, WeightSync] = {
+def _syncs(engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int) -> dict[str, WeightSync]:
+    return {
         "tensor": TensorSync(trainer, engine, bucket_bytes=bucket_bytes),
         "distributed": DistributedSync(trainer, engine, bucket_bytes=bucket_bytes),
         "disk": DiskSync(trainer, engine, folder=str(folder), bucket_bytes=bucket_bytes),
     }
+
+
+def _path_rows(engine: Engine, trainer: Trainer, syncs: Mapping[str, WeightSync], rounds: int) -> list[Row]:
+    """Paths take turns; the first push of each is the checked one."""
     seconds: dict[str, list[float]] = {path: [] for path in syncs}
+    cpu: dict[str, list[float]] = {path: [] for path in syncs}
     sent: dict[str, int] = {}
     version = 0
     for _ in range(1 + rounds):
         for path, sync in syncs.items():
             if not seconds[path]:
                 sync.connect()
-            before, began = trainer.sent_bytes + engine.posted_bytes, time.perf_counter()
+            before, used, began = trainer.sent_bytes + engine.posted_bytes, _cpu_seconds(), time.perf_counter()
             sync.push(version)
             seconds[path].append(time.perf_counter() - began)
+            cpu[path].append(_cpu_seconds() - used)
             sent[path] = trainer.sent_bytes + engine.posted_bytes - before
             version += 1
     for sync in syncs.values():
         sync.close()
-    return [Row(path, min(took[1:]), took[0], sent[path]) for path, took in seconds.items()]
+    return [Row(path, min(took[1:]), min(cpu[path][1:]), took[0], sent[path]) for path, took in seconds.items()]
+
+
+def _cpu_seconds() -> float:
+    """Of this process and the server's, so far."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -233,20 +259,22 @@ def main(arguments: Sequence[str]) -> None:
     """Print the table as Markdown, size by size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--bucket-mb", type=int, default=64, help="bytes of one bucket, in units of 2^20")
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("| parameters | path | seconds | times the copy | seconds of the checked push | MB sent |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| parameters | path | seconds | times the copy | CPU seconds | seconds of the checked push | MB sent |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for size in asked.sizes:
-        number, rows = measured(size, asked.dtype, bucket_bytes=asked.bucket_mb << 20, rounds=asked.rounds)
+        number, rows = measured(size, asked.dtype, paths=asked.paths, bucket_bytes=asked.bucket_mb << 20, rounds=asked.rounds)
         for row in rows:
             checked = "" if row.checked_s is None else f"{row.checked_s:.3f}"
             ratio = row.seconds / rows[0].seconds
-            cells = (f"{number / 1e6:.1f}M", row.path, f"{row.seconds:.4f}", f"{ratio:.1f}", checked, f"{row.sent_bytes / 1e6:.1f}")
+            times = f"{row.seconds:.4f}", f"{ratio:.1f}", f"{row.cpu_s:.2f}", checked
+            cells = (f"{number / 1e6:.1f}M", row.path, *times, f"{row.sent_bytes / 1e6:.1f}")
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

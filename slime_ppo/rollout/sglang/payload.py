@@ -28,7 +28,7 @@ def inline_payload(bucket: Bucket, flat: np.ndarray) -> str:
     """
     import torch
 
-    # a copy: what is pickled is the whole memory behind a tensor, and torch can't hold read-only memory
+    # a copy: torch warns of memory that it must not write to
     content = {"flattened_tensor": torch.from_numpy(flat.copy()), "metadata": _metadata(bucket)}
     return base64.b64encode(pickle.dumps(content)).decode("ascii")
 
