@@ -76,6 +76,7 @@ class Dispatch:
 
     async def _answered(self, request: GenerateRequest) -> GenerateResult:
         failure: RolloutError | None = None
+        target: Member | None = None
         most = self._settings.max_attempts
         for attempt in range(1, most + 1):
             target = self._chosen()
@@ -94,7 +95,7 @@ class Dispatch:
             _log.warning(
                 "sample %d on %s: attempt %d of %d failed: %s", request.sample_id, target.address.url, attempt, most, failure
             )
-        if target.lost is not None:
+        if target is not None and target.lost is not None:
             return aborted_result(request, max(self._versions))
         raise RolloutError(f"sample {request.sample_id}: attempt {most} of {most} failed: {failure}") from failure
 

@@ -111,7 +111,7 @@ class SGLangEngine:
         """See `RolloutEngine`. The weights part starts servers anew that were lost."""
         if EnginePart.WEIGHTS in parts:
             self._restart_lost(parts)
-        for part in reversed(_TAGS):
+        for part in reversed(tuple(_TAGS)):
             if part in parts:
                 self._resume(part)
         if EnginePart.KV_CACHE in parts & ~self._awake:
@@ -121,7 +121,8 @@ class SGLangEngine:
         self._awake |= parts
 
     def offload(self, parts: EnginePart) -> None:
-        """See `RolloutEngine`. On a CPU SGLang frees nothing, and only forgets."""
+        """See `RolloutEngine`. A server answers a release when it has unmapped the memory and its GPU is done; on a CPU it frees
+        nothing, and only forgets."""
         if not parts & self._awake:
             return
         self._fleet.notice_losses()

@@ -194,8 +194,9 @@ class ServerFleet:
                 task.cancel()
 
     def _note(self, path: str, body: Mapping[str, object]) -> None:
-        detail = body.get("mode") or body.get("tags") or ""
-        self.calls.append(f"{path} {detail if isinstance(detail, str) else ' '.join(map(str, detail))}".strip())
+        tags = body.get("tags")
+        detail = " ".join(tags) if isinstance(tags, list) else body.get("mode", "")
+        self.calls.append(f"{path} {detail}".strip())
 
 
 def _at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:

@@ -205,7 +205,12 @@ def test_run_without_any_server_left_brings_back_the_rest_aborted(fakes: Callabl
     release = Event()
     server = fakes(lambda body: _served(body) if body["input_ids"] == [20] else (500, {"x": release.wait(30)}))
     fleet = ServerFleet([server], None)
-    Thread(target=lambda: (time.sleep(0.3), setattr(server, "problem_text", "its scheduler died"))).start()
+
+    def die() -> None:
+        time.sleep(0.3)
+        server.problem_text = "its scheduler died"
+
+    Thread(target=die).start()
     results = _run(fleet, 5)
     release.set()
     assert [result.finish for result in results] == [FinishReason.LENGTH] + [FinishReason.ABORT] * 4
