@@ -127,7 +127,7 @@ class Engine:
         return [self._loop.run_until_complete(self._client.get(path, timeout_s))]
 
     def begin_update(self, manifest: tuple[TensorSpec, ...], version: int, *, bucket_bytes: int) -> None:
-        self.updates.begin(manifest, version, bucket_bytes=bucket_bytes, pause_mode="retract")
+        self.updates.begin(manifest, version, bucket_bytes=bucket_bytes, pause_mode="abort")
 
     def wake(self, parts: EnginePart) -> None:
         """Nothing sleeps here."""

@@ -26,6 +26,7 @@ from slime_ppo.weight_sync.folder import check_folder
 _log = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract"]
+"""retract lets requests go on afterwards, but a server that is paused so spins on a core until it continues."""
 
 
 class Fleet(Protocol):
