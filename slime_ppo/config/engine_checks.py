@@ -124,9 +124,10 @@ def _check_seeds_and_supports(checked: Checked) -> None:
 
 def _check_weight_sync(checked: Checked) -> None:
     config = checked.config
-    if config.weight_sync_path != "disk":
+    path = config.rollout.weight_sync
+    if path != "disk":
         checked.refuse_unless_default("rollout.weight_sync_folder", "--weight-sync disk")
-    if config.weight_sync_path == "tensor" and config.cluster.device == "cuda" and not config.cluster.colocate:
+    if path == "tensor" and config.cluster.device == "cuda" and not config.cluster.colocate:
         raise ConfigError(
             f"{checked.cite('rollout.weight_sync')} hands memory of a GPU to a server on the same GPU, and with --no-colocate no "
             "server is there. Use --weight-sync distributed or disk"

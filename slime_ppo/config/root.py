@@ -118,12 +118,9 @@ class Config:
         return [range(first, first + size) for first in places[::size]]
 
     @property
-    def weight_sync_path(self) -> str:
-        """--weight-sync, auto resolved."""
-        if self.rollout.weight_sync != "auto":
-            return self.rollout.weight_sync
-        shares = self.rollout.engine == "embedded" or (self.cluster.colocate and self.sglang.server_urls is None)
-        return "tensor" if shares else "distributed"
+    def engine_shares_devices(self) -> bool:
+        """True when SGLang's servers, started by the run, are on the devices of the roles."""
+        return self.rollout.engine == "sglang" and self.cluster.colocate and self.sglang.server_urls is None
 
     @property
     def weight_sync_folder(self) -> str:

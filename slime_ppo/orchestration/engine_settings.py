@@ -77,21 +77,37 @@ def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
         sync_timeout_s=config.rollout.weight_sync_timeout_s,
         router_url=sglang.router_url,
         api_key=read_api_key(sglang.api_key_file),
+        trainer_ranks=tuple(map(tuple, config.engine_bundles)) if device == "cuda" and config.engine_shares_devices else None,
     )
+
+
+def _weight_sync_path(config: Config, device: DeviceKind) -> str:
+    """--weight-sync, auto resolved. Bytes in a request cost a CPU more than a broadcast does."""
+    if config.rollout.weight_sync != "auto":
+        return config.rollout.weight_sync
+    in_memory = config.rollout.engine == "embedded" or (device == "cuda" and config.engine_shares_devices)
+    return "tensor" if in_memory else "distributed"
 
 
 def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind) -> WeightSync:
     """The way that weights take in this run, from the actor's group to the engine. Raises ConfigError for one that the device
     does not have."""
-    rollout, path = config.rollout, config.weight_sync_path
+    rollout, path = config.rollout, _weight_sync_path(config, device)
     common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
-    on_shared_gpus = device == "cuda" and config.cluster.colocate and config.rollout.engine == "sglang"
-    if path == "distributed" and on_shared_gpus and config.sglang.server_urls is None:
+    on_shared_gpus = device == "cuda" and config.engine_shares_devices
+    if path == "distributed" and on_shared_gpus:
         raise ConfigError(
             "--weight-sync distributed with --colocate: NCCL allows one process of a group on each GPU, and actor and servers "
             "share theirs. Use tensor (auto), or disk"
         )
     if path == "tensor" and on_shared_gpus:
+        if config.num_rollout_devices > config.role("actor").num_ranks:
+            raise ConfigError(
+                f"--weight-sync tensor: the engines have {config.num_rollout_devices} GPUs, the actor "
+                f"{config.role('actor').num_ranks}, "
+                "and each rank of a server reads the weights of the actor's rank on its GPU. Lower --rollout-num-gpus, or use "
+                "--weight-sync disk"
+            )
         return SharedMemorySync(source, target, **common)
     if path == "distributed":
         return DistributedSync(source, target, **common)

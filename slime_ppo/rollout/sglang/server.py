@@ -133,7 +133,7 @@ class LocalServer:
             log.flush()
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **server_environment(spec), **meeting, **secret},
+                env={**_inherited(), **server_environment(spec), **meeting, **secret},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -213,6 +213,12 @@ class ExternalServer:
 
     def stop(self) -> None:
         """Nothing: it is not ours."""
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, without what torchrun has told it as one of its ranks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in names and not name.startswith("TORCHELASTIC_")}
 
 
 def last_lines(log_file: str, count: int = _SHOWN_LOG_LINES) -> str:

@@ -95,12 +95,9 @@ def test_bundles_of_engines_follow_the_devices() -> None:
     assert (urls.engine_bundles, urls.num_rollout_devices) == ([], 1)
 
 
-def test_weight_sync_auto_depends_on_who_shares_devices() -> None:
-    assert parse_config(REQUIRED).config.weight_sync_path == "tensor"
-    assert _config().weight_sync_path == "tensor"
-    assert _config("--no-colocate").weight_sync_path == "distributed"
-    assert _config("--sglang-server-urls", "http://a:1").weight_sync_path == "distributed"
+def test_weight_sync_folder_is_in_the_run_folder_by_default() -> None:
     assert _config("--weight-sync", "disk").weight_sync_folder == "runs/ppo/weight_sync"
+    assert _config("--weight-sync", "disk", "--weight-sync-folder", "/shared/w").weight_sync_folder == "/shared/w"
 
 
 def test_sglang_options_without_the_engine_are_warned_of() -> None:
