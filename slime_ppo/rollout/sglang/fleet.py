@@ -173,8 +173,9 @@ class ServerFleet:
 
     async def _examine(self, member: Member, failure: RolloutError) -> None:
         if isinstance(failure, ServerTimeout):
-            await asyncio.to_thread(member.server.stop)
+            # Lost first: who looks while it is being stopped would take that for the cause.
             self._lose(member, f"it hangs and was stopped: {failure}")
+            await asyncio.to_thread(member.server.stop)
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _PROBLEM_WAIT_S
