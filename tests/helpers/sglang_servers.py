@@ -14,19 +14,22 @@ MAX_POSITIONS = 512
 """Of `make_tiny_llama`."""
 
 
-def tiny_server(folder: Path, log_file: Path, **options: Any) -> LocalServer:
+def tiny_spec(folder: Path, log_file: Path, **options: Any) -> ServerSpec:
     """A server of a tiny float32 model, one thread, on a CPU."""
-    return LocalServer(
-        ServerSpec(
-            hf_folder=str(folder),
-            dtype="float32",
-            device="cpu",
-            max_positions=MAX_POSITIONS,
-            log_file=str(log_file),
-            start_timeout_s=300.0,
-            **options,
-        )
+    return ServerSpec(
+        hf_folder=str(folder),
+        dtype="float32",
+        device="cpu",
+        max_positions=MAX_POSITIONS,
+        log_file=str(log_file),
+        start_timeout_s=300.0,
+        **options,
     )
+
+
+def tiny_server(folder: Path, log_file: Path, **options: Any) -> LocalServer:
+    """As `tiny_spec` says."""
+    return LocalServer(tiny_spec(folder, log_file, **options))
 
 
 def tiny_engine(servers: Sequence[Server], folder: Path, **options: Any) -> SGLangEngine:

@@ -1,6 +1,7 @@
 """Fixtures of the SGLang tests; the main server is in tests/conftest.py, because the contract tests use it too."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from slime_ppo.rollout.engine import EnginePart
 from slime_ppo.rollout.sglang.engine import SGLangEngine
 from slime_ppo.rollout.sglang.server import LocalServer
+from slime_ppo.rollout.sglang.server_args import ServerSpec
 from tests.helpers.engine_harness import ReferenceModel, push_folder
-from tests.helpers.sglang_servers import tiny_server
+from tests.helpers.sglang_servers import tiny_server, tiny_spec
 
 VERSION = 7
 
@@ -20,6 +22,24 @@ def sglang_server_of_two_ranks(tiny_folders: tuple[Path, Path], tmp_path_factory
     server = tiny_server(tiny_folders[0], tmp_path_factory.mktemp("sglang-tp2") / "server.log", tp_size=2)
     server.start()
     yield server
+    server.stop()
+
+
+@dataclass(frozen=True)
+class Mortal:
+    """A server to be killed, and what it was started with."""
+
+    spec: ServerSpec
+    server: LocalServer
+
+
+@pytest.fixture(scope="session")
+def mortal(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
+    """The one server of a test run that demands a key, and may be killed: test_server.py looks at it, then test_server_faults.py
+    kills it. Started by whoever needs it."""
+    spec = tiny_spec(tiny_folders[0], tmp_path_factory.mktemp("mortal") / "server.log", api_key="key-of-the-test")
+    server = LocalServer(spec)
+    yield Mortal(spec, server)
     server.stop()
 
 

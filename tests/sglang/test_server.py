@@ -1,14 +1,12 @@
-"""Stock SGLang in the hands of our launcher: what only a real server can show. One server for the file, and two failed starts."""
+"""Stock SGLang in the hands of our launcher: what only a real server can show."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,10 +16,11 @@ import pytest
 from slime_ppo.errors import RolloutError
 from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer, ServerAddress
 from slime_ppo.rollout.sglang.server_args import ServerSpec
-from tests.helpers.tiny_llama import EOS_ID, make_tiny_llama
+from tests.helpers.sglang_servers import MAX_POSITIONS
+from tests.helpers.tiny_llama import EOS_ID
+from tests.sglang.conftest import Mortal
 
 KEY = "key-of-the-test"
-MAX_POSITIONS = 64
 
 
 @dataclass(frozen=True)
@@ -48,26 +47,13 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position=MAX_POSITIONS, seed=3)
+def spec(mortal: Mortal) -> ServerSpec:
+    return mortal.spec
 
 
 @pytest.fixture(scope="module")
-def spec(folder: Path) -> ServerSpec:
-    log_file = str(folder / "server.log")
-    return ServerSpec(
-        hf_folder=str(folder), dtype="float32", device="cpu", max_positions=MAX_POSITIONS, log_file=log_file, kv_tokens=4096
-    )
-
-
-@pytest.fixture(scope="module")
-def running(spec: ServerSpec) -> Iterator[Running]:
-    with_key = replace(spec, api_key=KEY)
-    server = LocalServer(with_key)
-    try:
-        yield Running(with_key, server, server.start())
-    finally:
-        server.stop()
+def running(mortal: Mortal) -> Running:
+    return Running(mortal.spec, mortal.server, mortal.server.start())
 
 
 def _cpu_s(processes: list[psutil.Process]) -> float:
@@ -83,7 +69,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_server_takes_prompt_and_response_up_to_the_models_positions(running: Running) -> None:
-    """The symptom: `--context-length 64` answers 62 tokens and calls it `length`."""
+    """The symptom: `--context-length N` answers two tokens fewer and calls it `length`."""
     answer = running.generate(MAX_POSITIONS - 16, max_new_tokens=16, ignore_eos=True)
     assert len(list(answer["output_ids"])) == 16  # type: ignore[call-overload]
     stopped = running.generate(4, max_new_tokens=60, stop_token_ids=[*range(4, 100)])
@@ -157,17 +143,3 @@ def test_owner_killed_during_the_load_leaves_no_process(spec: ServerSpec) -> Non
     while _lives(group) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _lives(group)
-
-
-# the last test: it ends the server of this file
-def test_death_of_the_detokenizer_ends_the_group_at_once(running: Running) -> None:
-    """The symptom: kill -9 of the detokenizer, and the server takes 65 s to end."""
-    group = running.group()
-    [detokenizer] = [one for one in group if one.cmdline()[0].startswith("sglang::detokenizer")]
-    started = time.monotonic()
-    os.kill(detokenizer.pid, signal.SIGKILL)
-    while (problem := running.server.problem()) is None and time.monotonic() - started < 10.0:
-        time.sleep(0.05)
-    gone, alive = psutil.wait_procs(group, timeout=3.0)
-    assert time.monotonic() - started < 5.0 and not alive
-    assert problem is not None and "sglang::detokenizer" in problem and str(detokenizer.pid) in problem
