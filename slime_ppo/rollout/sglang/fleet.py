@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, TypeVar
@@ -51,18 +51,19 @@ class ServerFleet:
             raise RolloutError("an SGLang engine was made without servers; expected at least one")
         self._api_key = api_key
         self.calls: deque[str] = deque(maxlen=_KEPT_CALLS)
-        try:
-            addresses = _at_once([server.start for server in servers])
-        except BaseException:
-            _at_once([server.stop for server in servers])
-            raise
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
         self._thread.start()
-        self.members = [
-            Member(server, address, self.client(address.url)) for server, address in zip(servers, addresses, strict=True)
-        ]
-        self._settle(self.members)
+        try:
+            addresses = _at_once([server.start for server in servers])
+            self.members = [
+                Member(server, address, self.client(address.url)) for server, address in zip(servers, addresses, strict=True)
+            ]
+            self._settle(self.members)
+        except BaseException:
+            _at_once([server.stop for server in servers])
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
 
     def client(self, url: str) -> ServerClient:
         return ServerClient(url, self._api_key)
@@ -200,9 +201,16 @@ class ServerFleet:
 
 
 def _at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
-    """The results of calls that block, made at the same time; raises the first error when all have ended."""
+    """The results of calls that block, made at the same time; raises the first error when all have ended.
+
+    An interrupt of the caller is not held up until then: whoever catches it ends what still runs.
+    """
     if not calls:
         return []
-    with ThreadPoolExecutor(len(calls)) as pool:
+    pool = ThreadPoolExecutor(len(calls))
+    try:
         running = [pool.submit(call) for call in calls]
+        wait(running)
+    finally:
+        pool.shutdown(wait=False)
     return [one.result() for one in running]
