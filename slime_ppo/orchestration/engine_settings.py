@@ -75,6 +75,7 @@ def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
         max_restarts=sglang.max_restarts,
         request_timeout_s=sglang.request_timeout_s,
         sync_timeout_s=config.rollout.weight_sync_timeout_s,
+        releases_memory=sglang.server_urls is None,
         router_url=sglang.router_url,
         api_key=read_api_key(sglang.api_key_file),
         trainer_ranks=tuple(map(tuple, config.engine_bundles)) if device == "cuda" and config.engine_shares_devices else None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from slime_ppo.errors import RolloutError, SlimePpoError
 from slime_ppo.orchestration.ray_process import Process, logged
@@ -14,6 +14,9 @@ from slime_ppo.rollout.sglang.server import LocalServer, ServerAddress
 from slime_ppo.rollout.sglang.server_args import LOOPBACK, ServerSpec
 
 _log = logging.getLogger(__name__)
+
+_HOST_TIMEOUT_S = 60.0
+"""A host ends a server within 40 s, and answers at once otherwise; a node that is frozen must not hold up the engine."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +70,27 @@ class RayServer:
 
     def problem(self) -> str | None:
         try:
-            found: str | None = self._call(self._host.problem.remote())
+            found: str | None = self._call(self._host.problem.remote(), _HOST_TIMEOUT_S)
         except RolloutError as error:
             return str(error)
         return found
 
     def stop(self) -> None:
-        self._call(self._host.stop.remote())
+        self._call(self._host.stop.remote(), _HOST_TIMEOUT_S)
 
-    def _call(self, ref: Any) -> Any:
+    def _call(self, ref: Any, timeout_s: float | None = None) -> Any:
         try:
-            return ray.get(ref)
+            return ray.get(ref, timeout=timeout_s)
         except RayTaskError as error:
             if isinstance(error.cause, SlimePpoError):
                 raise type(error.cause)(str(error.cause)) from error
             raise RolloutError(f"the host of an SGLang server failed: {error.cause}") from error
-        except RayActorError as error:
-            raise RolloutError("the host process of an SGLang server has died, and the server with it") from error
+        except GetTimeoutError as error:
+            raise RolloutError(f"the host process of an SGLang server has not answered for {timeout_s:g} s") from error
+        except RayError as error:
+            raise RolloutError(
+                f"the host process of an SGLang server has died, and the server with it: {type(error).__name__}"
+            ) from error
 
 
 def placed_specs(specs: Sequence[ServerSpec], places: Sequence[Sequence[HostPlace]]) -> list[ServerSpec]:

@@ -42,6 +42,9 @@ class Member:
     examination: "asyncio.Task[None] | None" = None
 
 
+_Calls = Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]
+
+
 class ServerFleet:
     """The servers in a fixed order. `calls` are the last control calls that were posted, for tests and for a timeline."""
 
@@ -122,11 +125,19 @@ class ServerFleet:
         """The answers of all servers. Raises RolloutError when all have answered."""
         return self._answers([(member, member.client.get(path, timeout_s)) for member in self.members])
 
-    def post_to(self, members: Sequence[Member], path: str, body: Mapping[str, object], *, timeout_s: float) -> list[Any]:
-        """The same body to some servers. Raises RolloutError when all have answered."""
+    def post_to(
+        self, members: Sequence[Member], path: str, body: Mapping[str, object], *, timeout_s: float, may_die: bool = False
+    ) -> list[Any]:
+        """The same body to some servers. Raises RolloutError when all have answered; a server that `may_die` answers None then."""
         if members:
             self._note(path, body)
-        return self._answers([(member, member.client.post(path, body, timeout_s)) for member in members])
+        calls = [(member, member.client.post(path, body, timeout_s)) for member in members]
+        return self._answers(calls, may_die=may_die)
+
+    def num_running(self, member: Member, *, timeout_s: float) -> int:
+        """Requests that the server still knows; none when it turns out to have died."""
+        [answer] = self._answers([(member, member.client.get("/v1/loads", timeout_s))], may_die=True)
+        return 0 if answer is None else sum(load["num_running_reqs"] for load in answer["loads"])
 
     async def examine(self, member: Member, failure: RolloutError) -> None:
         """Find out whether a server is lost whose connection failed; one that hangs is stopped, and lost."""
@@ -155,22 +166,24 @@ class ServerFleet:
         half a second on a CPU."""
         self.post_to(started, "/freeze_gc", {}, timeout_s=_SETTLE_TIMEOUT_S)
 
-    def _answers(self, calls: Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]) -> list[Any]:
-        return self.run(self._gather(calls))
+    def _answers(self, calls: _Calls, *, may_die: bool = False) -> list[Any]:
+        return self.run(self._gather(calls, may_die=may_die))
 
-    async def _gather(self, calls: Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]) -> list[Any]:
+    async def _gather(self, calls: _Calls, *, may_die: bool) -> list[Any]:
         answers = await asyncio.gather(*(call for _, call in calls), return_exceptions=True)
         failed: list[str] = []
         for (member, _), answer in zip(calls, answers, strict=True):
             if isinstance(answer, ServerGone | ServerTimeout):
                 await self.examine(member, answer)
+            if isinstance(answer, RolloutError) and may_die and member.lost is not None:
+                continue
             if isinstance(answer, RolloutError):
                 failed.append(f"{answer}" if member.lost is None else f"{answer}: {member.lost}")
             elif isinstance(answer, BaseException):
                 raise answer
         if failed:
             raise RolloutError(f"{len(failed)} of {len(calls)} SGLang servers failed: " + "; ".join(failed))
-        return list(answers)
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
     async def _examine(self, member: Member, failure: RolloutError) -> None:
         if isinstance(failure, ServerTimeout):

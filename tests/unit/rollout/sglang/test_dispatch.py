@@ -241,3 +241,17 @@ def test_run_lost_router_before_living_servers_is_an_error(fakes: Callable[[Resp
         fleet.run(Dispatch(fleet, [router], settings, versions={2}, abort=Event()).run(_requests(3)))
     release.set()
     fleet.close()
+
+
+def test_post_to_a_server_that_dies_is_an_error_unless_it_may(fakes: Callable[[Respond], FakeServer]) -> None:
+    """Going to sleep and waking up: the dead one is counted as lost and started anew later, the run goes on."""
+    dying, well = fakes(_served), fakes(_served)
+    fleet = ServerFleet([dying, well], None)
+    dying.shut_down()
+    dying.problem_text = "its scheduler died"
+    assert fleet.num_running(fleet.members[0], timeout_s=5.0) == 0
+    assert fleet.post_to(fleet.members, "/pause_generation", {}, timeout_s=5.0, may_die=True) == [None, {}]
+    assert fleet.alive() == fleet.members[1:]
+    with pytest.raises(RolloutError, match="1 of 2 SGLang servers failed: .*its scheduler died"):
+        fleet.post_to(fleet.members, "/pause_generation", {}, timeout_s=5.0)
+    fleet.close()
