@@ -5,6 +5,7 @@ The engine's own event loop runs in a thread here; every method that is no corou
 
 import asyncio
 import logging
+import resource
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ _PROBLEM_POLL_S = 0.25
 _PROBLEM_WAIT_S = 2.0
 _SETTLE_TIMEOUT_S = 60.0
 _KEPT_CALLS = 1000
+_OPEN_FILES = 65536
 
 
 @dataclass
@@ -53,6 +55,7 @@ class ServerFleet:
         if not servers:
             raise RolloutError("an SGLang engine was made without servers; expected at least one")
         self._api_key = api_key
+        _allow_connections()
         self.calls: deque[str] = deque(maxlen=_KEPT_CALLS)
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
@@ -211,6 +214,14 @@ class ServerFleet:
         tags = body.get("tags")
         detail = " ".join(tags) if isinstance(tags, list) else body.get("mode", "")
         self.calls.append(f"{path} {detail}".strip())
+
+
+def _allow_connections() -> None:
+    """Every request under way is an open file; a shell's usual limit of 1024 is less than a large rollout."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:

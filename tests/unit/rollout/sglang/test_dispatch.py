@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -134,6 +135,16 @@ def test_run_all_requests_at_once_by_default_and_in_order(fakes: Callable[[Respo
     results = _run(fleet, 12)
     fleet.close()
     assert [result.response_ids.tolist() for result in results] == [[20 + index] for index in range(12)]
+
+
+def test_fleet_may_open_more_connections_than_a_shell_allows(fakes: Callable[[Respond], FakeServer]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        ServerFleet([fakes(_served)], None).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_run_keeps_to_max_concurrency(fakes: Callable[[Respond], FakeServer]) -> None:
