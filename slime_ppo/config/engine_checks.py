@@ -7,7 +7,7 @@ from slime_ppo.config.checked import Checked, cite_restrictions
 from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
 from slime_ppo.errors import ConfigError
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK = ("127.0.0.1", "localhost")
 _SGLANG = "--rollout-engine sglang"
 
 

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
-from slime_ppo.errors import WeightSyncError
+from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rollout.engine import NO_VERSION, RolloutEngine
 from slime_ppo.tracking.clock import RunClock
@@ -40,6 +40,8 @@ class EngineKeeper:
         """
         if self.turns.is_awake(ROLLOUT) and self.pushed_version == version:
             return
+        if self._has_lost():
+            self.turns.renew(ROLLOUT)
         for attempt in range(1, self.attempts + 1):
             self.pushed_version = NO_VERSION
             try:
@@ -51,6 +53,14 @@ class EngineKeeper:
                     raise
                 _log.warning("push of weight version %d, attempt %d of %d, failed: %s", version, attempt, self.attempts, error)
                 self.turns.renew(ROLLOUT)
+
+    def _has_lost(self) -> bool:
+        """Whether something died that must start anew, with the devices to itself: not beside the actor, in the sync's turn."""
+        try:
+            return self.engine.health().num_lost > 0
+        except RolloutError as error:
+            _log.warning("%s", error)
+            return True
 
     def restore(self) -> bool:
         """Bring an engine that has lost its weights, because what it ran on died, back to the version it had. False when it has

@@ -10,7 +10,7 @@ from slime_ppo.errors import ConfigError
 from slime_ppo.parallel.worker_settings import DeviceKind
 from slime_ppo.rollout.sglang.engine import EngineSettings
 from slime_ppo.rollout.sglang.server import ExternalServer
-from slime_ppo.rollout.sglang.server_args import ServerSpec, check_server_args
+from slime_ppo.rollout.sglang.server_args import ServerSpec, check_host, check_server_args
 from slime_ppo.weight_sync.base import WeightSync
 from slime_ppo.weight_sync.disk import DiskSync
 from slime_ppo.weight_sync.distributed import DistributedSync
@@ -22,7 +22,7 @@ def check_sglang(config: Config) -> None:
     """What can be known before a server is started. Raises ConfigError."""
     if config.rollout.engine == "sglang":
         check_server_args(config.sglang.further_args, "--sglang-server-args")
-        read_api_key(config.sglang.api_key_file)
+        check_host(config.sglang.host, read_api_key(config.sglang.api_key_file))
         served_tensors(config.model.hf_checkpoint, config.model.dtype)
 
 
@@ -75,6 +75,7 @@ def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
         max_restarts=sglang.max_restarts,
         request_timeout_s=sglang.request_timeout_s,
         sync_timeout_s=config.rollout.weight_sync_timeout_s,
+        releases_memory=sglang.server_urls is None,
         router_url=sglang.router_url,
         api_key=read_api_key(sglang.api_key_file),
         trainer_ranks=tuple(map(tuple, config.engine_bundles)) if device == "cuda" and config.engine_shares_devices else None,

@@ -241,12 +241,14 @@ class LocalLauncher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         code = 0 if error is None else error.exit_code if isinstance(error, Interrupted) else 1
-        if self._servers is not None:
-            self._servers.close()
-        if self._ranks is None:
-            self._world.end(code)
-        else:
-            self._ranks.close(code)
+        try:
+            if self._servers is not None:
+                self._servers.close()
+        finally:  # the other ranks wait for it
+            if self._ranks is None:
+                self._world.end(code)
+            else:
+                self._ranks.close(code)
 
     def start(self, where: Callable[[], str]) -> RunningRoles:
         """Build both roles on all ranks, one after the other, and the engine on rank 0."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from slime_ppo.orchestration.placement import RayCluster
 from slime_ppo.orchestration.ray_engine import EngineProcess
 from slime_ppo.orchestration.ray_health import Call, gather
-from slime_ppo.orchestration.ray_server import RayServer, ServerHostProcess, spec_on_devices
+from slime_ppo.orchestration.ray_server import RayServer, ServerHostProcess, placed_specs
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
 from slime_ppo.rollout.sglang.server_args import ServerSpec
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
@@ -135,11 +135,11 @@ class RayServers:
 
     def start(self, **limits: Any) -> list[Call]:
         """Begin starting every server on the devices of its hosts."""
-        placed = []
-        for engine, (hosts, spec) in enumerate(zip(self._hosts, self._specs, strict=True)):
-            asked = [Call(host.device.remote(), f"host of SGLang server {engine}") for host in hosts]
-            placed.append(spec_on_devices(spec, gather(asked, phase="start-up", **limits)))
-        self._specs = placed
+        places = []
+        for engine, hosts in enumerate(self._hosts):
+            asked = [Call(host.place.remote(), f"host of SGLang server {engine}") for host in hosts]
+            places.append(gather(asked, phase="start-up", **limits))
+        self._specs = placed_specs(self._specs, places)
         return [
             Call(hosts[0].start.remote(spec), f"SGLang server {engine}")
             for engine, (hosts, spec) in enumerate(zip(self._hosts, self._specs, strict=True))

@@ -41,11 +41,13 @@ class EnginePart(Flag):
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """`awake` parts, the version `generate` would use (NO_VERSION: none), device bytes held between two calls."""
+    """`awake` parts, the version `generate` would use (NO_VERSION: none), device bytes held between two calls, servers that
+    have died and were not started anew."""
 
     awake: EnginePart
     weight_version: int
     bytes_resident: int
+    num_lost: int = 0
 
 
 class RolloutEngine(Protocol):

@@ -59,6 +59,7 @@ class SampleBuilder:
         return [self._sample(group, prompt, result) for (group, prompt), result in zip(owners, results, strict=True)]
 
     def _answers(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        self.restore()  # it may have died since it was last asked: other data sets and slow rewards lie between
         results = self.engine.generate(requests)
         check_results(requests, results)
         unfinished = [place for place, result in enumerate(results) if result.finish is FinishReason.ABORT]

@@ -11,12 +11,13 @@ import numpy as np
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
+from slime_ppo.errors import RolloutError
 from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
-from slime_ppo.rollout.engine import NO_VERSION
+from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.clock import RunClock, run_phases
@@ -121,6 +122,7 @@ class ScriptedEngine:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.version = NO_VERSION
+        self.num_lost = 0
         self.requests: list[list[GenerateRequest]] = []
         self.answer: Callable[[GenerateRequest], tuple[list[int], FinishReason]] = lambda request: ([7, EOS], FinishReason.STOP)
 
@@ -150,7 +152,10 @@ class ScriptedEngine:
     def weight_version(self) -> int:
         return self.version
 
-    def health(self) -> Any: ...
+    def health(self) -> EngineHealth:
+        if self.num_lost > 1:
+            raise RolloutError("all servers are lost")
+        return EngineHealth(EnginePart.ALL, self.version, 0, self.num_lost)
 
 
 class RolloutTenant:

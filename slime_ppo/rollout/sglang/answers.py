@@ -172,7 +172,8 @@ def _restricted(meta: Mapping[str, Any], ids: np.ndarray, where: str) -> tuple[n
 
 
 def _spans(spans: Sequence[Mapping[str, Any]], versions: Collection[int], where: str) -> tuple[VersionSpan, ...]:
-    unknown = [span["version"] for span in spans if span["version"] not in {str(version) for version in versions}]
+    known = {str(version) for version in tuple(versions)}  # a push may add one meanwhile
+    unknown = [span["version"] for span in spans if span["version"] not in known]
     if unknown:
         raise RolloutError(
             f"{where} generated with weights of version {unknown[0]!r}, which were never pushed to it; pushed were "

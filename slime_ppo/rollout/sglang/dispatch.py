@@ -76,12 +76,13 @@ class Dispatch:
 
     async def _answered(self, request: GenerateRequest) -> GenerateResult:
         failure: RolloutError | None = None
-        target: Member | None = None
         most = self._settings.max_attempts
         for attempt in range(1, most + 1):
-            target = self._chosen()
-            if target is None or self._abort.is_set():
+            if self._abort.is_set() or not self._fleet.alive():
                 return aborted_result(request, max(self._versions))
+            target = self._chosen()
+            if target is None:
+                raise RolloutError(f"sample {request.sample_id}: the router before the servers is lost: {self._targets[0].lost}")
             try:
                 answer = await self._ask(target, request, attempt)
                 return read_answer(request, answer, versions=self._versions)
@@ -95,13 +96,12 @@ class Dispatch:
             _log.warning(
                 "sample %d on %s: attempt %d of %d failed: %s", request.sample_id, target.address.url, attempt, most, failure
             )
-        if target is not None and target.lost is not None:
+        if not self._fleet.alive():
             return aborted_result(request, max(self._versions))
+        # others have its version, so that nobody would ask it again
         raise RolloutError(f"sample {request.sample_id}: attempt {most} of {most} failed: {failure}") from failure
 
     def _chosen(self) -> Member | None:
-        if not self._fleet.alive():
-            return None
         alive = [target for target in self._targets if target.lost is None]
         return min(alive, key=lambda target: len(target.running), default=None)
 

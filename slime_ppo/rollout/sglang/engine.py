@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class EngineSettings:
     `expected`: what a push must bring (`served_tensors` of the served folder). `pause_mode`: what becomes of requests when weights
     are pushed while they run: "abort" gives them back as they are, "retract" goes on with the new weights and a new KV cache.
     `deterministic`: the servers honour seeds. `max_concurrency` None: all requests at the same time. `max_restarts` of each server.
-    `trainer_ranks`: see `UpdateSettings`.
+    `trainer_ranks`: see `UpdateSettings`. `releases_memory` False for servers that somebody else started, whose devices are their
+    own: they are paused instead, since a server that is restarted, or left behind, meanwhile dies of the next release or resume.
     """
 
     shape: ModelShape
@@ -49,6 +50,7 @@ class EngineSettings:
     control_timeout_s: float = 60.0
     sync_timeout_s: float = 600.0
     trainer_ranks: tuple[tuple[int, ...], ...] | None = None
+    releases_memory: bool = True
     router_url: str | None = None
     api_key: str | None = field(default=None, repr=False)
 
@@ -130,7 +132,7 @@ class SGLangEngine:
         self._wait_until_idle()
         if self._awake == EnginePart.ALL:
             self._control("/pause_generation", {"mode": "abort"})
-        for part, tag in _TAGS.items():
+        for part, tag in _TAGS.items() if self._settings.releases_memory else ():
             holding = [member for member in self._fleet.alive() if part in parts & ~member.released]
             self._post(holding, "/release_memory_occupation", {"tags": [tag]})
             for member in holding:
@@ -151,7 +153,8 @@ class SGLangEngine:
         version = self.weight_version()
         if not self._fleet.alive():
             raise RolloutError(f"all SGLang servers are lost; wake the weights part to start them anew: {self._fleet.losses()}")
-        return EngineHealth(self._awake, version, self._bytes_resident())
+        num_lost = len(self._fleet.members) - len(self._fleet.alive())
+        return EngineHealth(self._awake, version, self._bytes_resident(), num_lost)
 
     def calls(self) -> list[str]:
         """The last control calls that were sent to the servers, with pause mode or memory tags."""
@@ -282,8 +285,7 @@ class SGLangEngine:
         """Requests that we wait for, or that the server still knows."""
         if member.running:
             return len(member.running)
-        answer = self._fleet.run(member.client.get("/v1/loads", self._settings.control_timeout_s))
-        return sum(load["num_running_reqs"] for load in answer["loads"])
+        return self._fleet.num_running(member, timeout_s=self._settings.control_timeout_s)
 
     def _bytes_resident(self) -> int:
         """The weights of the servers. SGLang on a CPU keeps its memory also while it sleeps."""
@@ -295,8 +297,9 @@ class SGLangEngine:
     def _control(self, path: str, body: Mapping[str, object] | None = None) -> None:
         self._post(self._fleet.alive(), path, body or {})
 
-    def _post(self, members: Sequence[Member], path: str, body: Mapping[str, object]) -> list[Any]:
-        return self._fleet.post_to(members, path, body, timeout_s=self._settings.control_timeout_s)
+    def _post(self, members: Sequence[Member], path: str, body: Mapping[str, object]) -> None:
+        """A server that dies meanwhile is lost, which is told by `health` and the next push."""
+        self._fleet.post_to(members, path, body, timeout_s=self._settings.control_timeout_s, may_die=True)
 
 
 def _waves(requests: Sequence[GenerateRequest], deterministic: bool) -> list[list[int]]:

@@ -5,9 +5,10 @@ The engine's own event loop runs in a thread here; every method that is no corou
 
 import asyncio
 import logging
+import resource
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ _PROBLEM_POLL_S = 0.25
 _PROBLEM_WAIT_S = 2.0
 _SETTLE_TIMEOUT_S = 60.0
 _KEPT_CALLS = 1000
+_OPEN_FILES = 65536
 
 
 @dataclass
@@ -42,6 +44,9 @@ class Member:
     examination: "asyncio.Task[None] | None" = None
 
 
+_Calls = Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]
+
+
 class ServerFleet:
     """The servers in a fixed order. `calls` are the last control calls that were posted, for tests and for a timeline."""
 
@@ -50,19 +55,21 @@ class ServerFleet:
         if not servers:
             raise RolloutError("an SGLang engine was made without servers; expected at least one")
         self._api_key = api_key
+        _allow_connections()
         self.calls: deque[str] = deque(maxlen=_KEPT_CALLS)
-        try:
-            addresses = _at_once([server.start for server in servers])
-        except BaseException:
-            _at_once([server.stop for server in servers])
-            raise
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
         self._thread.start()
-        self.members = [
-            Member(server, address, self.client(address.url)) for server, address in zip(servers, addresses, strict=True)
-        ]
-        self._settle(self.members)
+        try:
+            addresses = _at_once([server.start for server in servers])
+            self.members = [
+                Member(server, address, self.client(address.url)) for server, address in zip(servers, addresses, strict=True)
+            ]
+            self._settle(self.members)
+        except BaseException:
+            _at_once([server.stop for server in servers])
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
 
     def client(self, url: str) -> ServerClient:
         return ServerClient(url, self._api_key)
@@ -121,11 +128,19 @@ class ServerFleet:
         """The answers of all servers. Raises RolloutError when all have answered."""
         return self._answers([(member, member.client.get(path, timeout_s)) for member in self.members])
 
-    def post_to(self, members: Sequence[Member], path: str, body: Mapping[str, object], *, timeout_s: float) -> list[Any]:
-        """The same body to some servers. Raises RolloutError when all have answered."""
+    def post_to(
+        self, members: Sequence[Member], path: str, body: Mapping[str, object], *, timeout_s: float, may_die: bool = False
+    ) -> list[Any]:
+        """The same body to some servers. Raises RolloutError when all have answered; a server that `may_die` answers None then."""
         if members:
             self._note(path, body)
-        return self._answers([(member, member.client.post(path, body, timeout_s)) for member in members])
+        calls = [(member, member.client.post(path, body, timeout_s)) for member in members]
+        return self._answers(calls, may_die=may_die)
+
+    def num_running(self, member: Member, *, timeout_s: float) -> int:
+        """Requests that the server still knows; none when it turns out to have died."""
+        [answer] = self._answers([(member, member.client.get("/v1/loads", timeout_s))], may_die=True)
+        return 0 if answer is None else sum(load["num_running_reqs"] for load in answer["loads"])
 
     async def examine(self, member: Member, failure: RolloutError) -> None:
         """Find out whether a server is lost whose connection failed; one that hangs is stopped, and lost."""
@@ -154,22 +169,24 @@ class ServerFleet:
         half a second on a CPU."""
         self.post_to(started, "/freeze_gc", {}, timeout_s=_SETTLE_TIMEOUT_S)
 
-    def _answers(self, calls: Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]) -> list[Any]:
-        return self.run(self._gather(calls))
+    def _answers(self, calls: _Calls, *, may_die: bool = False) -> list[Any]:
+        return self.run(self._gather(calls, may_die=may_die))
 
-    async def _gather(self, calls: Sequence[tuple[Member, Coroutine[Any, Any, dict[str, Any]]]]) -> list[Any]:
+    async def _gather(self, calls: _Calls, *, may_die: bool) -> list[Any]:
         answers = await asyncio.gather(*(call for _, call in calls), return_exceptions=True)
         failed: list[str] = []
         for (member, _), answer in zip(calls, answers, strict=True):
             if isinstance(answer, ServerGone | ServerTimeout):
                 await self.examine(member, answer)
+            if isinstance(answer, RolloutError) and may_die and member.lost is not None:
+                continue
             if isinstance(answer, RolloutError):
                 failed.append(f"{answer}" if member.lost is None else f"{answer}: {member.lost}")
             elif isinstance(answer, BaseException):
                 raise answer
         if failed:
             raise RolloutError(f"{len(failed)} of {len(calls)} SGLang servers failed: " + "; ".join(failed))
-        return list(answers)
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
     async def _examine(self, member: Member, failure: RolloutError) -> None:
         if isinstance(failure, ServerTimeout):
@@ -200,10 +217,25 @@ class ServerFleet:
         self.calls.append(f"{path} {detail}".strip())
 
 
+def _allow_connections() -> None:
+    """Every request under way is an open file; a shell's usual limit of 1024 is less than a large rollout."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
-    """The results of calls that block, made at the same time; raises the first error when all have ended."""
+    """The results of calls that block, made at the same time; raises the first error when all have ended.
+
+    An interrupt of the caller is not held up until then: whoever catches it ends what still runs.
+    """
     if not calls:
         return []
-    with ThreadPoolExecutor(len(calls)) as pool:
+    pool = ThreadPoolExecutor(len(calls))
+    try:
         running = [pool.submit(call) for call in calls]
+        wait(running)
+    finally:
+        pool.shutdown(wait=False)
     return [one.result() for one in running]

@@ -176,10 +176,12 @@ class LocalServer:
             if found is not None:
                 with self._lock:
                     if not ending.is_set():
-                        self._problem = f"{found}; {last_lines(self._spec.log_file)}"
-                        _end_group(process)
-                        # its number may soon be another group's, which must not be ended by `stop`
-                        self._process = None
+                        # told when its memory is free; then its number may be another group's, not to be ended by `stop`
+                        try:
+                            _end_group(process)
+                        finally:
+                            self._problem = f"{found}; {last_lines(self._spec.log_file)}"
+                            self._process = None
                 return
 
 
@@ -253,7 +255,8 @@ def _first_request(spec: ServerSpec) -> tuple[str, dict[str, Any]]:
 def _call(url: str, body: Mapping[str, Any] | None, api_key: str | None, timeout_s: float) -> tuple[int, str]:
     """Status and text of a GET, or a POST of `body`. Raises OSError."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
     headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
     try:
         connection.request("GET" if body is None else "POST", parts.path, None if body is None else json.dumps(body), headers)

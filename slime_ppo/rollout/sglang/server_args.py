@@ -14,7 +14,7 @@ from slime_ppo.rollout.sglang.refused_flags import refusal
 # `--context-length N` serves sequences of N - 2 tokens, and prompts that are shorter still by the response
 _CONTEXT_MARGIN = 3
 _MIN_CPU_KV_TOKENS = 32768
-_LOOPBACK = ("127.0.0.1", "localhost")
+LOOPBACK = ("127.0.0.1", "localhost")
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 
 
@@ -80,7 +80,9 @@ def check_host(host: str, api_key: str | None) -> None:
     host that names no machine."""
     if host in _EVERY_INTERFACE:
         raise ConfigError(f"host {host} is no address to call a server at; expected the address of its machine that others reach")
-    if host not in _LOOPBACK and api_key is None:
+    if ":" in host:
+        raise ConfigError(f"host {host} is an IPv6 address or has a port; expected an IPv4 address or a name (--sglang-host)")
+    if host not in LOOPBACK and api_key is None:
         raise ConfigError(
             f"host {host} needs --sglang-api-key-file: whoever reaches a server without a key can replace its weights and run "
             "code in it; or leave the host at 127.0.0.1"

@@ -108,3 +108,13 @@ def test_restore_inside_generation_is_not_counted_as_generation(monkeypatch: pyt
         now[0] += 1800
     phases = keeper.clock.phases()
     assert (phases["generate"], phases["wake"], phases["other"]) == (3600, 3600, 0)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_push_to_an_engine_that_lost_servers_asleep_starts_them_before_the_actor_takes_memory(num_lost: int) -> None:
+    keeper, journal, engine = _keeper()
+    keeper.turns.take("actor")
+    engine.num_lost = num_lost
+    del journal[:]
+    keeper.push(4)
+    assert journal == ["offload actor", "offload rollout", "wake rollout", "wake actor", "push 4", "offload actor"]

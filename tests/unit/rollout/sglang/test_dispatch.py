@@ -2,11 +2,12 @@
 
 import json
 import logging
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Barrier, Event, Lock, Thread
+from threading import Barrier, Event, Lock, Thread, Timer
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from slime_ppo.errors import RolloutError
 from slime_ppo.rollout.engine import check_results
 from slime_ppo.rollout.sglang.dispatch import Dispatch, DispatchSettings
 from slime_ppo.rollout.sglang.fleet import ServerFleet
+from slime_ppo.rollout.sglang.router import router_member
 from slime_ppo.rollout.sglang.server import ServerAddress
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams
 
@@ -135,6 +137,16 @@ def test_run_all_requests_at_once_by_default_and_in_order(fakes: Callable[[Respo
     assert [result.response_ids.tolist() for result in results] == [[20 + index] for index in range(12)]
 
 
+def test_fleet_may_open_more_connections_than_a_shell_allows(fakes: Callable[[Respond], FakeServer]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        ServerFleet([fakes(_served)], None).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_run_keeps_to_max_concurrency(fakes: Callable[[Respond], FakeServer]) -> None:
     server = fakes(_slow)
     fleet = ServerFleet([server], None)
@@ -215,4 +227,42 @@ def test_run_without_any_server_left_brings_back_the_rest_aborted(fakes: Callabl
     release.set()
     assert [result.finish for result in results] == [FinishReason.LENGTH] + [FinishReason.ABORT] * 4
     assert fleet.losses().endswith("its scheduler died")
+    fleet.close()
+
+
+def test_run_lost_sample_that_nobody_would_ask_again_is_an_error(fakes: Callable[[Respond], FakeServer]) -> None:
+    """The other server keeps the version, so that the engine does not count as lost: no silent ABORT."""
+    dying, well = fakes(lambda body: (500, {"x": release.wait(30)})), fakes(_served)
+    release = Event()
+    fleet = ServerFleet([dying, well], None)
+    Timer(0.3, lambda: setattr(dying, "problem_text", "its scheduler died")).start()
+    with pytest.raises(RolloutError, match=r"attempt 1 of 1 failed: .*its scheduler died"):
+        _run(fleet, 2, replace(SETTINGS, max_attempts=1))
+    release.set()
+    fleet.close()
+
+
+def test_run_lost_router_before_living_servers_is_an_error(fakes: Callable[[Respond], FakeServer]) -> None:
+    release = Event()
+    hanging = fakes(lambda body: (500, {"x": release.wait(30)})).start().url
+    fleet = ServerFleet([fakes(_served)], None)
+    router = router_member(hanging, fleet.client(hanging))
+    settings = replace(SETTINGS, request_timeout_s=0.5)
+    with pytest.raises(RolloutError, match="the router before the servers is lost: it hangs"):
+        fleet.run(Dispatch(fleet, [router], settings, versions={2}, abort=Event()).run(_requests(3)))
+    release.set()
+    fleet.close()
+
+
+def test_post_to_a_server_that_dies_is_an_error_unless_it_may(fakes: Callable[[Respond], FakeServer]) -> None:
+    """Going to sleep and waking up: the dead one is counted as lost and started anew later, the run goes on."""
+    dying, well = fakes(_served), fakes(_served)
+    fleet = ServerFleet([dying, well], None)
+    dying.shut_down()
+    dying.problem_text = "its scheduler died"
+    assert fleet.num_running(fleet.members[0], timeout_s=5.0) == 0
+    assert fleet.post_to(fleet.members, "/pause_generation", {}, timeout_s=5.0, may_die=True) == [None, {}]
+    assert fleet.alive() == fleet.members[1:]
+    with pytest.raises(RolloutError, match="1 of 2 SGLang servers failed: .*its scheduler died"):
+        fleet.post_to(fleet.members, "/pause_generation", {}, timeout_s=5.0)
     fleet.close()

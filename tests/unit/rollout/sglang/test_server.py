@@ -175,6 +175,8 @@ def test_external_server_is_waited_for_and_never_stopped(server: LocalServer) ->
     assert (address.tp_size, address.incarnation, external.problem()) == (3, 1, None)
     external.stop()
     assert server.problem() is None and external.problem() is None
+    # the key never travels in the clear to an address that was given as https
+    assert "SSLError" in str(ExternalServer(address.url.replace("http:", "https:"), "a-secret").problem())
     server.stop()
     assert "ConnectionRefusedError" in str(external.problem())
     with pytest.raises(RolloutError, match="no SGLang server at .* after 0.1 s"):
