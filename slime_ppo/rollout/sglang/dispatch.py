@@ -1,4 +1,5 @@
-"""One request per sample, spread over the servers: concurrent, tried again a bounded number of times, ended by an abort."""
+"""Requests spread over the servers: one per sample, concurrent, tried again a bounded number of times, ended by an abort. With
+seeds all of a server first go there as one."""
 
 import asyncio
 import logging
@@ -53,11 +54,16 @@ class Dispatch:
 
     async def run(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order. Raises RolloutError for a request that a living server refuses or can't answer."""
-        limit = asyncio.Semaphore(self._settings.max_concurrency or len(requests))
-        tasks = [asyncio.create_task(self._limited(request, limit)) for request in requests]
         watch = asyncio.create_task(self._watch())
+        in_one_message = self._settings.deterministic and self._settings.max_concurrency is None
+        tasks: list[asyncio.Task[GenerateResult]] = []
         try:
-            return list(await asyncio.gather(*tasks))
+            found = await self._together(requests) if in_one_message else {}
+            left = [place for place in range(len(requests)) if place not in found]
+            limit = asyncio.Semaphore(self._settings.max_concurrency or len(requests))
+            tasks = [asyncio.create_task(self._limited(requests[place], limit)) for place in left]
+            found |= zip(left, await asyncio.gather(*tasks), strict=True)
+            return [found[place] for place in range(len(requests))]
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -66,6 +72,39 @@ class Dispatch:
             raise
         finally:
             watch.cancel()
+
+    async def _together(self, requests: Sequence[GenerateRequest]) -> dict[int, GenerateResult]:
+        """The results by place, asked in one message per server: its batches, and with them the last bit of every log-prob, do not
+        depend on when each request arrived. What could not be asked so, or got no answer, is left out."""
+        alive = [target for target in self._targets if target.lost is None]
+        shares = [range(first, len(requests), len(alive)) for first in range(min(len(alive), len(requests)))]
+        asked = (
+            self._ask_share(target, [requests[place] for place in share]) for target, share in zip(alive, shares, strict=False)
+        )
+        found: dict[int, GenerateResult] = {}
+        for share, results in zip(shares, await asyncio.gather(*asked), strict=True):
+            found |= zip(share, results, strict=False)
+        return found
+
+    async def _ask_share(self, target: Member, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """The results of requests that go to one server as one, none when they differ in what they ask for or it failed."""
+        bodies = [self._body(request, 0) for request in requests]
+        per_sample = ("rid", "input_ids", "sampling_params")
+        rest = [{name: value for name, value in body.items() if name not in per_sample} for body in bodies]
+        if any(one != rest[0] for one in rest):
+            return []
+        body = {name: [one[name] for one in bodies] for name in per_sample} | rest[0]
+        call = target.client.ask("POST", "/generate", body, self._settings.request_timeout_s)
+        try:
+            answers = await self._running(target, asyncio.create_task(call))
+        except (ServerGone, ServerTimeout) as error:
+            await self._fleet.examine(target, error)
+            _log.warning("%d samples on %s: %s; asking each again", len(requests), target.address.url, error)
+            return []
+        except (ServerAnswerError, _GivenUp) as error:
+            _log.warning("%d samples on %s: %s; asking each by itself", len(requests), target.address.url, error)
+            return []
+        return [read_answer(*pair, versions=self._versions) for pair in zip(requests, answers, strict=True)]
 
     async def _limited(self, request: GenerateRequest, limit: asyncio.Semaphore) -> GenerateResult:
         async with limit:
@@ -106,10 +145,16 @@ class Dispatch:
         return min(alive, key=lambda target: len(target.running), default=None)
 
     async def _ask(self, target: Member, request: GenerateRequest, attempt: int) -> dict[str, Any]:
-        settings = self._settings
-        rid = f"{self._name}-{request.sample_id}-{attempt}"
-        body = request_body(request, rid, vocab_size=settings.vocab_size, deterministic=settings.deterministic)
-        task = asyncio.create_task(target.client.generate(body, settings.request_timeout_s))
+        call = target.client.generate(self._body(request, attempt), self._settings.request_timeout_s)
+        answer: dict[str, Any] = await self._running(target, asyncio.create_task(call))
+        return answer
+
+    def _body(self, request: GenerateRequest, attempt: int) -> dict[str, Any]:
+        settings, rid = self._settings, f"{self._name}-{request.sample_id}-{attempt}"
+        return request_body(request, rid, vocab_size=settings.vocab_size, deterministic=settings.deterministic)
+
+    async def _running(self, target: Member, task: "asyncio.Task[Any]") -> Any:
+        """What the call returns. It is ended when its server is lost (ServerGone), or when an abort has waited long enough."""
         target.running.add(task)
         try:
             return await task

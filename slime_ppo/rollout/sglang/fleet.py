@@ -40,7 +40,7 @@ class Member:
     lost: str | None = None
     released: EnginePart = _NO_PART
     num_restarts: int = 0
-    running: set["asyncio.Task[dict[str, Any]]"] = field(default_factory=set)
+    running: set["asyncio.Task[Any]"] = field(default_factory=set)
     examination: "asyncio.Task[None] | None" = None
 
 
