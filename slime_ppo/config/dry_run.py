@@ -105,10 +105,10 @@ def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelSha
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if config.engine_bundles:
-        lines.append(
-            "rollout: a rank of a server, with the KV cache that a whole rollout would fill. SGLang reserves its cache by itself: on a "
-            "GPU the share that --sglang-mem-fraction-static says"
-        )
+        lines += [
+            "rollout: a rank of a server, and the KV cache that a whole rollout would fill. SGLang reserves its cache by itself,",
+            "on a GPU what --sglang-mem-fraction-static leaves to it",
+        ]
     return "\n".join(lines) + "\n"
 
 

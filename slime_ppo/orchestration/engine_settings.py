@@ -10,7 +10,7 @@ from slime_ppo.errors import ConfigError
 from slime_ppo.parallel.worker_settings import DeviceKind
 from slime_ppo.rollout.sglang.engine import EngineSettings
 from slime_ppo.rollout.sglang.server import ExternalServer
-from slime_ppo.rollout.sglang.server_args import ServerSpec, check_server_args
+from slime_ppo.rollout.sglang.server_args import ServerSpec, check_host, check_server_args
 from slime_ppo.weight_sync.base import WeightSync
 from slime_ppo.weight_sync.disk import DiskSync
 from slime_ppo.weight_sync.distributed import DistributedSync
@@ -22,8 +22,17 @@ def check_sglang(config: Config) -> None:
     """What can be known before a server is started. Raises ConfigError."""
     if config.rollout.engine == "sglang":
         check_server_args(config.sglang.further_args, "--sglang-server-args")
-        read_api_key(config.sglang.api_key_file)
+        api_key = read_api_key(config.sglang.api_key_file)
+        if config.engine_bundles:
+            _check_host(config.sglang.host, api_key)
         served_tensors(config.model.hf_checkpoint, config.model.dtype)
+
+
+def _check_host(host: str, api_key: str | None) -> None:
+    try:
+        check_host(host, api_key)
+    except ConfigError as error:
+        raise ConfigError(f"--sglang-host: {error}") from error
 
 
 def server_specs(config: Config, *, device: DeviceKind, log_dir: str) -> list[ServerSpec]:

@@ -80,6 +80,8 @@ def check_host(host: str, api_key: str | None) -> None:
     host that names no machine."""
     if host in _EVERY_INTERFACE:
         raise ConfigError(f"host {host} is no address to call a server at; expected the address of its machine that others reach")
+    if ":" in host:
+        raise ConfigError(f"host {host} is an IPv6 address or has a port; expected a name or an IPv4 address alone")
     if host not in _LOOPBACK and api_key is None:
         raise ConfigError(
             f"host {host} needs --sglang-api-key-file: whoever reaches a server without a key can replace its weights and run "
