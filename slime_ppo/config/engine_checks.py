@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from slime_ppo.config.checked import Checked
 from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
+from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -140,8 +141,28 @@ def _check_weight_sync(checked: Checked) -> None:
     path = config.rollout.weight_sync
     if path != "disk":
         checked.refuse_unless_default("rollout.weight_sync_folder", "--weight-sync disk")
-    if path == "tensor" and config.cluster.device == "cuda" and not config.cluster.colocate:
+    if config.cluster.device == "cuda":
+        check_weight_sync_on_gpus(config)
+
+
+def check_weight_sync_on_gpus(config: Config) -> None:
+    """Refuse a way to SGLang's servers that does not exist between GPUs placed like these. Raises ConfigError."""
+    path = config.rollout.weight_sync
+    if not config.engine_shares_devices:
+        if path == "tensor":
+            raise ConfigError(
+                "--weight-sync tensor hands memory of a GPU to a server on the same GPU, and with --no-colocate or "
+                "--sglang-server-urls no server is there. Use --weight-sync distributed or disk"
+            )
+        return
+    if path == "distributed":
         raise ConfigError(
-            f"{checked.cite('rollout.weight_sync')} hands memory of a GPU to a server on the same GPU, and with --no-colocate no "
-            "server is there. Use --weight-sync distributed or disk"
+            "--weight-sync distributed with --colocate: NCCL allows one process of a group on each GPU, and actor and servers "
+            "share theirs. Use tensor (auto), or disk"
+        )
+    found, allowed = config.num_rollout_devices, config.role("actor").num_ranks
+    if path != "disk" and found > allowed:
+        raise ConfigError(
+            f"--weight-sync tensor: the engines have {found} GPUs, the actor {allowed}, and each rank of a server reads the "
+            "weights of the actor's rank on its GPU. Lower --rollout-num-gpus, or use --weight-sync disk"
         )

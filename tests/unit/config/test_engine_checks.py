@@ -52,6 +52,12 @@ def _config(*flags: str) -> Config:
             (*SGLANG, "--weight-sync", "tensor", "--device", "cuda", "--no-colocate"),
             "--weight-sync tensor hands memory of a GPU to a server on the same GPU",
         ),
+        (
+            (*SGLANG, "--weight-sync", "tensor", "--device", "cuda", "--sglang-server-urls", "http://a:1"),
+            "--weight-sync tensor hands memory of a GPU to a server on the same GPU",
+        ),
+        ((*SGLANG, "--weight-sync", "distributed", "--device", "cuda"), "NCCL allows one process of a group on each GPU"),
+        ((*SGLANG, "--rollout-num-gpus", "2", "--device", "cuda"), "the engines have 2 GPUs, the actor 1"),
         ((*SGLANG, "--sglang-pause-mode", "in_place"), "expected one of abort, retract"),
         ((*SGLANG, "--sglang-determinstic"), "Did you mean --sglang-deterministic"),
         ((*SGLANG, "--sglang-server-args", "0.6"), "'0.6' belongs to no argument"),
