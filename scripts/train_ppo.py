@@ -24,8 +24,10 @@ def main(world: LocalWorld, command: ParsedCommand) -> int:
     if command.dry_run:
         from slime_ppo.config.dry_run import dry_run_report
         from slime_ppo.config.preflight import preflight
+        from slime_ppo.orchestration.engine_settings import check_sglang
 
         shapes = preflight(command.config)
+        check_sglang(command.config)
         print(dry_run_report(command.config, shapes.actor, critic_shape=shapes.critic, launcher=launcher), end="")
         return 0
     if launcher == "ray":

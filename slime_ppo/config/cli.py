@@ -42,10 +42,12 @@ def parse_config(argv: Sequence[str]) -> ParsedCommand:
     if extras:
         raise ConfigError(_unknown_argument(extras[0]))
     given: dict[str, Any] = vars(parsed)
-    if server_args:
-        given[_SERVER_ARGS] = f"{given.get(_SERVER_ARGS, '')} {shlex.join(server_args)}".strip()
     files = [path for group in given["config"] or () for path in group]
     settings = [setting for path in files for setting in read_config_file(path)]
+    if server_args:
+        of_files = [setting.value for setting in settings if setting.spec.key == _SERVER_ARGS]
+        others = given.get(_SERVER_ARGS, of_files[-1] if of_files else None)
+        given[_SERVER_ARGS] = f"{others or ''} {shlex.join(server_args)}".strip()
     settings += [_flag_setting(spec, given[spec.key]) for spec in OPTIONS if spec.key in given]
     config, origins = merge_settings(settings)
     check_config(config, origins=origins)

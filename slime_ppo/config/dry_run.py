@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
+from slime_ppo.config.engine_checks import server_urls
 from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.memory_plan import MemoryEstimate, engine_memory, stage_memory
 from slime_ppo.config.model_shape import ModelShape
@@ -34,7 +35,7 @@ def bundle_tenants(config: Config) -> list[tuple[str, ...]]:
     places = config.bundles
     return [
         tuple(
-            "rollout engine" if tenant == "rollout" else f"{tenant} rank {bundle - bundles.start}"
+            _engine_part(config, bundle) if tenant == "rollout" else f"{tenant} rank {bundle - bundles.start}"
             for tenant, bundles in places.items()
             if bundle in bundles
         )
@@ -42,21 +43,42 @@ def bundle_tenants(config: Config) -> list[tuple[str, ...]]:
     ]
 
 
+def _engine_part(config: Config, bundle: int) -> str:
+    """What of the rollout engine is on one of its bundles."""
+    for number, bundles in enumerate(config.engine_bundles):
+        if bundle in bundles:
+            return f"SGLang server {number}" + (f" rank {bundle - bundles.start}" if len(bundles) > 1 else "")
+    return "rollout engine" if config.rollout.engine == "embedded" else "client of the SGLang servers"
+
+
 def placement_text(config: Config, launcher: LauncherName) -> str:
     """The ranks of each role and how tenants use the devices; then a line per bundle, or without Ray per process."""
     roles = [config.role(role) for role in config.roles]
     head = [f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = {_sizes(one)}" for one in roles]
-    head.append(f"rollout engine: 1 process; {_sharing(config)}")
+    head.append(f"rollout engine: {_engine_text(config)}; {_sharing(config)}")
     device = {"cuda": "1 CPU + 1 GPU", "cpu": "1 CPU", "auto": "1 CPU, + 1 GPU if there is one"}[config.cluster.device]
     place = "bundle" if launcher == "ray" else "process"
     lines = [f"{place} {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
     return "\n".join(head + lines) + "\n"
 
 
+def _engine_text(config: Config) -> str:
+    """How many processes or servers generate, and of what size."""
+    if config.rollout.engine == "embedded":
+        return "1 process"
+    own = len(config.engine_bundles)
+    if own == 0:
+        others = len(server_urls(config.sglang.server_urls))
+        return f"{others} SGLang server{'' if others == 1 else 's'} that others have started (--sglang-server-urls)"
+    return f"{own} SGLang server{'' if own == 1 else 's'} of TP {config.rollout.rollout_num_gpus_per_engine}"
+
+
 def _sharing(config: Config) -> str:
     """Who uses the devices when."""
     if not config.cluster.colocate:
         return "each has devices of its own" + (", critic and actor train side by side" if config.has_critic else "")
+    if config.rollout.engine == "sglang" and not config.engine_bundles:
+        return "the roles share their devices, " + ("one is awake at a time" if config.offloads else "all stay in memory")
     return "all share the devices, " + ("one is awake at a time" if config.offloads else "all stay in memory")
 
 
@@ -77,10 +99,16 @@ def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelSha
             kept = one.resident
             parts = (kept.params, kept.grads, kept.main_params, kept.moments, one.activations, one.logits, one.total, one.host)
             rows.append((role + label, *map(_size, parts)))
-    weights, cache = engine_memory(config, actor_shape)
-    rows.append(("rollout", _size(weights), "", "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
+    if config.rollout.engine == "embedded" or config.engine_bundles:
+        weights, cache = engine_memory(config, actor_shape)
+        rows.append(("rollout", _size(weights), "", "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if config.engine_bundles:
+        lines += [
+            "rollout: a rank of a server, and the KV cache that a whole rollout would fill. SGLang reserves its cache by itself,",
+            "on a GPU what --sglang-mem-fraction-static leaves to it",
+        ]
     return "\n".join(lines) + "\n"
 
 

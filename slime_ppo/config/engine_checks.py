@@ -3,8 +3,9 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.checked import Checked
 from slime_ppo.config.rollout import SGLANG_MAX_TOP_K
+from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
 
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -83,9 +84,10 @@ def _check_servers(checked: Checked) -> None:
         ("sglang.router_url", server_urls(sglang.router_url)),
     ):
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_address(url):
                 raise ConfigError(f"{checked.cite(key)}: {url!r} is no address of a server, expected http://host:port")
+    if len(server_urls(sglang.router_url)) > 1:
+        raise ConfigError(f"{checked.cite('sglang.router_url')} names more than one router, expected one http://host:port")
     if len(set(server_urls(sglang.server_urls))) < len(server_urls(sglang.server_urls)):
         raise ConfigError(f"{checked.cite('sglang.server_urls')} names a server twice")
     samples = checked.config.samples_per_rollout
@@ -101,25 +103,37 @@ def _check_servers(checked: Checked) -> None:
         )
 
 
+def _is_address(url: str) -> bool:
+    """A user name or password in it would be written to logs; a path would get into those of the calls."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # a port that is no number
+        return False
+
+
 def server_urls(text: str | None) -> tuple[str, ...]:
     """The addresses of a comma-separated list, without a slash at the end."""
     return () if text is None else tuple(one.strip().rstrip("/") for one in text.split(","))
 
 
 def _check_seeds_and_supports(checked: Checked) -> None:
-    rollout = checked.config.rollout
-    if rollout.rollout_top_k > SGLANG_MAX_TOP_K:
-        raise ConfigError(
-            f"{checked.cite('rollout.rollout_top_k')}: SGLang returns supports of at most {SGLANG_MAX_TOP_K} tokens. Lower it, "
-            "or use "
-            "0 (off)"
-        )
-    if checked.config.sglang.deterministic and rollout.rollout_min_p > 0:
-        raise ConfigError(
-            f"{checked.cite('sglang.deterministic')} with {checked.cite('rollout.rollout_min_p')}: SGLang's sampler has no seeds "
-            "with "
-            f"min-p. Leave one of them out; found restrictions: {cite_restrictions(checked)}"
-        )
+    rollout, evaluation = checked.config.rollout, checked.config.eval
+    of_eval = evaluation.restrictions if evaluation.eval_interval > 0 else ()
+    for key, given in (
+        ("rollout.rollout_top_k", rollout.rollout_top_k),
+        ("eval.eval_top_k", evaluation.eval_top_k if "eval_top_k" in of_eval else 0),
+    ):
+        if given > SGLANG_MAX_TOP_K:
+            raise ConfigError(
+                f"{checked.cite(key)}: SGLang returns supports of at most {SGLANG_MAX_TOP_K} tokens. Lower it, or use 0 (off)"
+            )
+    for key, used in (("rollout.rollout_min_p", rollout.rollout_min_p > 0), ("eval.eval_min_p", "eval_min_p" in of_eval)):
+        if checked.config.sglang.deterministic and used:
+            raise ConfigError(
+                f"{checked.cite('sglang.deterministic')} with {checked.cite(key)}: SGLang's sampler has no seeds with min-p. Leave "
+                "one of them out"
+            )
 
 
 def _check_weight_sync(checked: Checked) -> None:
@@ -127,8 +141,28 @@ def _check_weight_sync(checked: Checked) -> None:
     path = config.rollout.weight_sync
     if path != "disk":
         checked.refuse_unless_default("rollout.weight_sync_folder", "--weight-sync disk")
-    if path == "tensor" and config.cluster.device == "cuda" and not config.cluster.colocate:
+    if config.cluster.device == "cuda":
+        check_weight_sync_on_gpus(config)
+
+
+def check_weight_sync_on_gpus(config: Config) -> None:
+    """Refuse a way to SGLang's servers that does not exist between GPUs placed like these. Raises ConfigError."""
+    path = config.rollout.weight_sync
+    if not config.engine_shares_devices:
+        if path == "tensor":
+            raise ConfigError(
+                "--weight-sync tensor hands memory of a GPU to a server on the same GPU, and with --no-colocate or "
+                "--sglang-server-urls no server is there. Use --weight-sync distributed or disk"
+            )
+        return
+    if path == "distributed":
         raise ConfigError(
-            f"{checked.cite('rollout.weight_sync')} hands memory of a GPU to a server on the same GPU, and with --no-colocate no "
-            "server is there. Use --weight-sync distributed or disk"
+            "--weight-sync distributed with --colocate: NCCL allows one process of a group on each GPU, and actor and servers "
+            "share theirs. Use tensor (auto), or disk"
+        )
+    found, allowed = config.num_rollout_devices, config.role("actor").num_ranks
+    if path != "disk" and found > allowed:
+        raise ConfigError(
+            f"--weight-sync tensor: the engines have {found} GPUs, the actor {allowed}, and each rank of a server reads the "
+            "weights of the actor's rank on its GPU. Lower --rollout-num-gpus, or use --weight-sync disk"
         )

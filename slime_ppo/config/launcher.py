@@ -79,6 +79,12 @@ def _check_local_ranks(config: Config, place: RankPlace) -> None:
                     f"the actor has {ours} {what}, the critic {theirs}: without Ray both live in the same processes and share "
                     "their groups, so their layouts must be equal. Leave the --critic-... sizes out, or use --launcher ray"
                 )
+    if config.engine_bundles and actor.num_nodes > 1 and config.num_rollout_devices > actor.num_ranks_per_node:
+        raise ConfigError(
+            f"SGLang's servers have {config.num_rollout_devices} devices (--rollout-num-gpus), and without Ray all servers run on "
+            f"the first node, with {actor.num_ranks_per_node}. Give --rollout-num-gpus {actor.num_ranks_per_node} or less, or use "
+            "--launcher ray"
+        )
     if actor.num_ranks != place.world_size:
         started = "torchrun has started" if place.started_by_torchrun else "without torchrun there is"
         raise ConfigError(

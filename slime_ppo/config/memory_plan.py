@@ -102,11 +102,16 @@ def stage_memory(config: Config, shape: ModelShape, role: RoleName) -> list[Memo
 
 
 def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """Bytes of the rollout engine: weights, and the KV cache of all samples of a rollout at their longest."""
+    """Bytes of the rollout engine, with SGLang of a rank of a server: weights, and the KV cache of its share of a rollout's samples
+    at their longest."""
     width = DTYPE_BYTES[config.model.dtype]
     per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
     widened = shape.vocab_size * shape.hidden_size * (FP32_BYTES - width) if config.model.fp32_lm_head else 0
-    return num_params(shape) * width + widened, config.samples_per_rollout * config.max_sample_tokens * per_token
+    samples = -(-config.samples_per_rollout // max(len(config.engine_bundles), 1))
+    # ranks beyond the key-value heads hold copies of them
+    tp_size = config.rollout.rollout_num_gpus_per_engine if config.engine_bundles else 1
+    cache = samples * config.max_sample_tokens * per_token // min(tp_size, shape.num_query_groups)
+    return (num_params(shape) * width + widened) // tp_size, cache
 
 
 def _activations(

@@ -65,6 +65,8 @@ def check_files(config: Config) -> None:
     _check_folders_apart(config)
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
+    if config.rollout.weight_sync == "disk":
+        _check_writable("--weight-sync-folder", config.weight_sync_folder)
     if config.has_critic:
         _check_writable("--critic-save", config.role("critic").save_folder)
 

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from slime_ppo.config.engine_checks import read_api_key, server_urls
+from slime_ppo.config.engine_checks import check_weight_sync_on_gpus, read_api_key, server_urls
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
@@ -22,8 +22,17 @@ def check_sglang(config: Config) -> None:
     """What can be known before a server is started. Raises ConfigError."""
     if config.rollout.engine == "sglang":
         check_server_args(config.sglang.further_args, "--sglang-server-args")
-        check_host(config.sglang.host, read_api_key(config.sglang.api_key_file))
+        api_key = read_api_key(config.sglang.api_key_file)
+        if config.engine_bundles:
+            _check_host(config.sglang.host, api_key)
         served_tensors(config.model.hf_checkpoint, config.model.dtype)
+
+
+def _check_host(host: str, api_key: str | None) -> None:
+    try:
+        check_host(host, api_key)
+    except ConfigError as error:
+        raise ConfigError(f"--sglang-host: {error}") from error
 
 
 def server_specs(config: Config, *, device: DeviceKind, log_dir: str) -> list[ServerSpec]:
@@ -95,21 +104,10 @@ def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind)
     does not have."""
     rollout, path = config.rollout, _weight_sync_path(config, device)
     common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
-    on_shared_gpus = device == "cuda" and config.engine_shares_devices
-    if path == "distributed" and on_shared_gpus:
-        raise ConfigError(
-            "--weight-sync distributed with --colocate: NCCL allows one process of a group on each GPU, and actor and servers "
-            "share theirs. Use tensor (auto), or disk"
-        )
-    if path == "tensor" and on_shared_gpus:
-        if config.num_rollout_devices > config.role("actor").num_ranks:
-            raise ConfigError(
-                f"--weight-sync tensor: the engines have {config.num_rollout_devices} GPUs, the actor "
-                f"{config.role('actor').num_ranks}, "
-                "and each rank of a server reads the weights of the actor's rank on its GPU. Lower --rollout-num-gpus, or use "
-                "--weight-sync disk"
-            )
-        return SharedMemorySync(source, target, **common)
+    if device == "cuda" and config.rollout.engine == "sglang":
+        check_weight_sync_on_gpus(config)
+        if path == "tensor":
+            return SharedMemorySync(source, target, **common)
     if path == "distributed":
         return DistributedSync(source, target, **common)
     if path == "disk":

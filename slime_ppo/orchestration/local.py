@@ -17,7 +17,7 @@ import numpy as np
 from slime_ppo.config.launcher import launcher_text
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import EchoedError
+from slime_ppo.errors import ConfigError, EchoedError
 from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
@@ -231,6 +231,7 @@ class LocalLauncher:
         self._world = world
         self._ranks: LocalRanks | None = None
         self._servers: SGLangEngine | None = None
+        self._visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")  # before this process keeps one of them
 
     @property
     def description(self) -> str:
@@ -306,7 +307,10 @@ class LocalLauncher:
         config = self._config
         specs = server_specs(config, device=device, log_dir=log_dir)
         if device == "cuda":
-            specs = [replace(spec, gpu_ids=tuple(bundles)) for spec, bundles in zip(specs, config.engine_bundles, strict=True)]
+            specs = [
+                replace(spec, gpu_ids=server_gpus(self._visible_gpus, bundles))
+                for spec, bundles in zip(specs, config.engine_bundles, strict=True)
+            ]
         servers = [LocalServer(spec) for spec in specs] or external_servers(config)
         engine = self._servers = SGLangEngine(servers, engine_settings(config, device=device))
         if config.offloads:
@@ -328,6 +332,19 @@ class LocalLauncher:
         if config.offloads:
             engine.offload(EnginePart.ALL)
         return LocalRolloutEngine(engine)
+
+
+def server_gpus(visible: str | None, bundles: range) -> tuple[int | str, ...]:
+    """The GPUs of a server, by number or name, out of those that CUDA_VISIBLE_DEVICES gave to the run. Raises ConfigError."""
+    if visible is None:
+        return tuple(bundles)
+    given = visible.split(",")
+    if len(given) < bundles.stop:
+        raise ConfigError(
+            f"SGLang's servers need {bundles.stop} GPUs (--rollout-num-gpus), CUDA_VISIBLE_DEVICES names {len(given)}: {visible}. "
+            "Make the two agree"
+        )
+    return tuple(given[bundle].strip() for bundle in bundles)
 
 
 @contextmanager

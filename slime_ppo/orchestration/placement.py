@@ -134,11 +134,13 @@ class RayCluster:
             found = present.get(kind, 0.0)
             if found < amount:
                 whose = (
-                    "rank of the larger role" if self._settings.colocate else "rank of each role, and one for the rollout engine"
+                    "rank of the larger role, or device of the rollout engine if it has more"
+                    if self._settings.colocate
+                    else "rank of each role and device of the rollout engine"
                 )
                 raise ConfigError(
                     f"the run asks for {amount:g} {kind}s (one per {whose}), the cluster has {found:g}: lower "
-                    "--actor-num-nodes, --actor-num-gpus-per-node or the critic's, "
+                    "--actor-num-nodes, --actor-num-gpus-per-node, the critic's or --rollout-num-gpus, "
                     f"{'' if self._settings.colocate else 'let all share their devices (--colocate), '}or add nodes"
                 )
         group: PlacementGroup = placement_group([kinds] * self._settings.num_bundles, strategy="PACK")

@@ -83,8 +83,9 @@ def test_push_that_fails_in_mid_generation_brings_the_running_requests_back(
     requests = make_requests(NUM_SAMPLES, LONG)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, requests)
-        while len(engine._fleet.members[0].running) < NUM_SAMPLES:
+        while not engine._fleet.members[0].running:
             time.sleep(0.01)
+        time.sleep(0.4)
         with pytest.raises(WeightSyncError, match="missing"):
             push_folder_partly(engine, tiny_folders[1], NEW)
         results = running.result(60)
@@ -100,7 +101,7 @@ def _pushed_meanwhile(engine: SGLangEngine, folder: Path, requests: list[Generat
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, requests)
         member = engine._fleet.members[0]
-        while len(member.running) < len(requests):
+        while not member.running:
             time.sleep(0.01)
         time.sleep(0.4)
         push_folder(engine, folder, NEW)

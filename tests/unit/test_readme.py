@@ -1,6 +1,8 @@
 """What the README shows must run."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,17 @@ def test_readme_names_every_make_target_it_promises() -> None:
     promised = {"quickstart", "test", "lint", "format", "types", "bench", "bench-utils", "clean"}
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert promised <= targets
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_quickstart_takes_the_engine_from_the_environment_and_from_the_command_line(engine: str) -> None:
+    for arguments, variables in (([f"ENGINE={engine}"], {}), ([], {"ENGINE": engine})):
+        shown = subprocess.run(
+            ["make", "--dry-run", "quickstart", *arguments],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"--rollout-engine {engine}" in shown.stdout

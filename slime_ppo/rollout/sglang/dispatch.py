@@ -55,7 +55,8 @@ class Dispatch:
     async def run(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order. Raises RolloutError for a request that a living server refuses or can't answer."""
         watch = asyncio.create_task(self._watch())
-        in_one_message = self._settings.deterministic and self._settings.max_concurrency is None
+        to_servers = all(target in self._fleet.members for target in self._targets)  # what a router does with it is not known
+        in_one_message = self._settings.deterministic and self._settings.max_concurrency is None and to_servers
         tasks: list[asyncio.Task[GenerateResult]] = []
         try:
             found = await self._together(requests) if in_one_message else {}

@@ -32,7 +32,7 @@ class ServerSpec:
     max_positions: int
     log_file: str
     tp_size: int = 1
-    gpu_ids: tuple[int, ...] = ()
+    gpu_ids: tuple[int | str, ...] = ()
     host: str = "127.0.0.1"
     port: int | None = None
     trust_remote_code: bool = False

@@ -31,6 +31,26 @@ def test_placement_text_says_how_the_devices_are_shared() -> None:
     assert "each has devices of its own\n" in text and "critic" not in text
 
 
+def test_placement_text_names_sglang_servers_and_their_ranks() -> None:
+    text = placement_text(make_config(rollout__engine="sglang", rollout__rollout_num_gpus=2), "ray")
+    assert "rollout engine: 2 SGLang servers of TP 1; all share the devices, one is awake at a time" in text
+    config = make_config(rollout__engine="sglang", rollout__rollout_num_gpus=4, rollout__rollout_num_gpus_per_engine=2)
+    assert "rollout engine: 2 SGLang servers of TP 2;" in placement_text(config, "ray")
+    assert bundle_tenants(config)[0] == ("actor rank 0", "critic rank 0", "SGLang server 0 rank 0")
+    assert bundle_tenants(config)[1:] == [("SGLang server 0 rank 1",), ("SGLang server 1 rank 0",), ("SGLang server 1 rank 1",)]
+
+
+def test_dry_run_report_of_servers_of_others_estimates_no_memory_of_theirs(tmp_path: Path) -> None:
+    shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
+    own, others = (
+        dry_run_report(make_config(rollout__engine="sglang", sglang__server_urls=urls), shape)
+        for urls in (None, "http://a:1,http://b:1")
+    )
+    assert "rollout engine: 2 SGLang servers that others have started (--sglang-server-urls); the roles share" in others
+    assert "client of the SGLang servers" in others and "(KV)" not in others
+    assert "(KV)" in own and "--sglang-mem-fraction-static" in own
+
+
 def test_dry_run_report_without_ray_names_processes_and_no_bundle(tmp_path: Path) -> None:
     shape = ModelShape.from_hf_folder(write_model_folder(tmp_path))
     config = make_config(parallel__actor_num_gpus_per_node=2, cluster__device="cpu")

@@ -12,6 +12,7 @@ from slime_ppo.errors import ConfigError
 
 REQUIRED = ("--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl")
 SGLANG = (*REQUIRED, "--rollout-engine", "sglang")
+SAMPLED_EVAL = ("--eval-interval", "1", "--eval-prompt-data", "heldout.jsonl", "--eval-temperature", "1")
 
 
 def _config(*flags: str) -> Config:
@@ -36,16 +37,27 @@ def _config(*flags: str) -> Config:
             (*SGLANG, "--sglang-server-urls", "http://a:1", "--sglang-tp-size", "2"),
             "--sglang-server-args --tp-size 2 is of servers",
         ),
+        ((*SGLANG, "--sglang-server-urls", "http://a:port"), "'http://a:port' is no address of a server"),
+        ((*SGLANG, "--sglang-server-urls", "http://me:key@a:1"), "is no address of a server"),
         ((*SGLANG, "--sglang-router-url", "router"), "'router' is no address of a server"),
+        ((*SGLANG, "--sglang-router-url", "http://a:1,http://b:1"), "names more than one router"),
         ((*SGLANG, "--sglang-max-concurrency", "129"), "--sglang-max-concurrency 129 is more than the 128 samples"),
         ((*SGLANG, "--sglang-port", "65535", "--rollout-num-gpus", "2"), "--sglang-port 65535 leaves no ports for 2 servers"),
         ((*SGLANG, "--rollout-top-k", "5000"), "--rollout-top-k 5000: SGLang returns supports of at most 4096 tokens"),
-        ((*SGLANG, "--sglang-deterministic", "--rollout-min-p", "0.1"), "no seeds with min-p"),
+        ((*SGLANG, *SAMPLED_EVAL, "--eval-top-k", "5000"), "--eval-top-k 5000: SGLang returns supports of at most 4096 tokens"),
+        ((*SGLANG, "--sglang-deterministic", "--rollout-min-p", "0.1"), "--rollout-min-p 0.1: SGLang's sampler has no seeds with"),
+        ((*SGLANG, *SAMPLED_EVAL, "--sglang-deterministic", "--eval-min-p", "0.1"), "--eval-min-p 0.1: SGLang's sampler has no"),
         ((*SGLANG, "--weight-sync-folder", "w"), "--weight-sync-folder w is used only with --weight-sync disk"),
         (
             (*SGLANG, "--weight-sync", "tensor", "--device", "cuda", "--no-colocate"),
             "--weight-sync tensor hands memory of a GPU to a server on the same GPU",
         ),
+        (
+            (*SGLANG, "--weight-sync", "tensor", "--device", "cuda", "--sglang-server-urls", "http://a:1"),
+            "--weight-sync tensor hands memory of a GPU to a server on the same GPU",
+        ),
+        ((*SGLANG, "--weight-sync", "distributed", "--device", "cuda"), "NCCL allows one process of a group on each GPU"),
+        ((*SGLANG, "--rollout-num-gpus", "2", "--device", "cuda"), "the engines have 2 GPUs, the actor 1"),
         ((*SGLANG, "--sglang-pause-mode", "in_place"), "expected one of abort, retract"),
         ((*SGLANG, "--sglang-determinstic"), "Did you mean --sglang-deterministic"),
         ((*SGLANG, "--sglang-server-args", "0.6"), "'0.6' belongs to no argument"),
@@ -71,6 +83,15 @@ def test_parse_config_server_args_of_flag_and_text_are_joined_and_survive_the_ya
     assert config.sglang.further_args == (("a", "1"), ("b", "two words"), ("c", "-1"))
     (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     assert parse_config(["--config", str(tmp_path / "config.yaml")]).config == config
+
+
+def test_parse_config_server_args_of_flags_are_added_to_those_of_the_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("sglang:\n  server_args: --page-size 1\n", encoding="utf-8")
+    added = _config("--config", str(path), "--sglang-enable-metrics")
+    assert added.sglang.further_args == (("page_size", "1"), ("enable_metrics", None))
+    replaced = _config("--config", str(path), "--sglang-server-args", "--a 1", "--sglang-enable-metrics")
+    assert replaced.sglang.further_args == (("a", "1"), ("enable_metrics", None))
 
 
 def test_top_k_that_sglang_needs_is_set_and_said() -> None:

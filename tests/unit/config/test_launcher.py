@@ -55,6 +55,7 @@ def test_chosen_launcher_ray_in_many_processes_of_torchrun_is_refused() -> None:
             {"parallel__actor_num_gpus_per_node": 2, "critic__tensor_model_parallel_size": 2},
             "actor has 1 ranks per tensor-parallel group, the critic 2",
         ),
+        ({"parallel__actor_num_nodes": 2, "rollout__engine": "sglang"}, r"servers have 2 devices .* on the first node, with 1"),
     ],
 )
 def test_chosen_launcher_layout_that_the_ranks_do_not_fit_is_refused_with_both_numbers(

@@ -152,6 +152,12 @@ def test_engine_memory_counts_weights_and_the_cache_of_a_rollout(shape: ModelSha
     assert engine_memory(make_config(data__rollout_max_prompt_len=32), shape) == (4 * GLASS_PARAMS, 2 * 4 * 2 * 32 * 4 * 128 * 48)
 
 
+def test_engine_memory_of_sglang_is_that_of_one_rank_of_a_server(shape: ModelShape) -> None:
+    sizes = {"rollout__engine": "sglang", "rollout__rollout_num_gpus": 4, "rollout__rollout_num_gpus_per_engine": 2}
+    weights, cache = engine_memory(make_config(data__rollout_max_prompt_len=32), shape)
+    assert engine_memory(make_config(data__rollout_max_prompt_len=32, **sizes), shape) == (weights // 2, cache // 4)
+
+
 def test_engine_memory_of_a_float32_head_counts_it_in_full(shape: ModelShape) -> None:
     half, wide = (engine_memory(make_config(model__dtype="bfloat16", model__fp32_lm_head=fp32), shape)[0] for fp32 in (False, True))
     assert (half, wide) == (2 * GLASS_PARAMS, 2 * GLASS_PARAMS + 2 * 1024 * 128)

@@ -214,6 +214,9 @@ def test_check_files_with_a_save_folder_that_cannot_be_written_says_why(make: Ma
     # the kernel's folder refuses new files, also to root
     assert _refusal(make(run__save="/proc/slime_run")).startswith("--save /proc/slime_run: cannot write in /proc (")
     assert _refusal(make(critic__save="/proc/slime_critic")).startswith("--critic-save /proc/slime_critic: cannot write")
+    unwritable: dict[str, Value] = {"rollout__weight_sync_folder": "/proc/slime_sync", "rollout__engine": "sglang"}
+    assert _refusal(make(rollout__weight_sync="disk", **unwritable)).startswith("--weight-sync-folder /proc/slime_sync: cannot")
+    check_files(make(rollout__weight_sync="distributed", **unwritable))
 
 
 def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, tmp_path: Path) -> None:

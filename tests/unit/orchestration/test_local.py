@@ -10,9 +10,9 @@ import pytest
 from torch.distributed import HashStore
 
 from slime_ppo.config.launcher import RankPlace
-from slime_ppo.errors import NumericsError, ParallelError
+from slime_ppo.errors import ConfigError, NumericsError, ParallelError
 from slime_ppo.orchestration.interrupts import Interrupted
-from slime_ppo.orchestration.local import LocalRanks, LocalTrainGroup
+from slime_ppo.orchestration.local import LocalRanks, LocalTrainGroup, server_gpus
 from slime_ppo.orchestration.local_ranks import Command
 from slime_ppo.orchestration.local_world import LocalWorld, RankStart
 from slime_ppo.orchestration.protocols import BatchHandle
@@ -157,3 +157,11 @@ def test_close_between_commands_lets_the_ranks_go(ranks: Any, worlds: list[Local
     ranks.close(0)
     assert ranks._channel.commands == [None] and ranks._channel.closed
     assert worlds[1].exit_code() == 0
+
+
+def test_server_gpus_are_those_that_the_run_was_given() -> None:
+    assert server_gpus(None, range(2, 4)) == (2, 3)
+    assert server_gpus("4,5,6,7", range(2, 4)) == ("6", "7")
+    assert server_gpus("GPU-a, GPU-b", range(1, 2)) == ("GPU-b",)
+    with pytest.raises(ConfigError, match="need 4 GPUs .* CUDA_VISIBLE_DEVICES names 1: 4"):
+        server_gpus("4", range(2, 4))

@@ -113,7 +113,8 @@ def test_check_server_args_admits_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "words"), [("10.0.0.5", None, "10.0.0.5 needs --sglang-api-key-file"), ("0.0.0.0", "k", "no address to call")]
+    ("host", "key", "words"),
+    [("10.0.0.5", None, "10.0.0.5 needs --sglang-api-key-file"), ("0.0.0.0", "k", "no address to call"), ("::1", "k", "IPv6")],
 )
 def test_host_that_strangers_reach_needs_a_key(host: str, key: str | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
