@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from slime_ppo.config.api_key import read_api_key
 from slime_ppo.errors import CheckpointError, ConfigError, SlimePpoError
 from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
 from slime_ppo.rewards.classifier_folder import (
@@ -25,7 +26,6 @@ from slime_ppo.rewards.classifier_folder import (
     read_classifier_config,
     saved_dtype,
 )
-from slime_ppo.rewards.server_words import read_api_key
 from slime_ppo.rollout.sglang.server import LocalServer
 from slime_ppo.rollout.sglang.server_args import ServerSpec
 
@@ -81,7 +81,7 @@ def _spec(given: argparse.Namespace, folder: Path) -> ServerSpec:
         host=given.host,
         port=given.port,
         max_positions=config.max_positions,
-        api_key=None if given.api_key_file is None else read_api_key(given.api_key_file),
+        api_key=read_api_key(given.api_key_file, flag="--api-key-file"),
         is_reward_model=True,
         kv_tokens=given.kv_tokens,
         log_file=given.log_file,

@@ -111,8 +111,7 @@ def config_warnings(config: Config) -> tuple[str, ...]:
     if config.rollout.sets_top_k:
         warnings.append(
             f"--rollout-top-k {SGLANG_MAX_TOP_K} is set: SGLang returns the support of a restricted sampler only with a finite "
-            "top-k, "
-            "and this is the largest"
+            "top-k, and this is the largest"
         )
     warnings += [
         f"{Checked(config, {}, config.values()).cite(key)} has no effect: it is used only with {needed}"

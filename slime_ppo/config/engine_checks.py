@@ -1,6 +1,5 @@
 """Checks of the rollout engine's options: SGLang's servers, their samplers, and how weights reach them."""
 
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from slime_ppo.config.checked import Checked
@@ -23,23 +22,6 @@ def check_engine(checked: Checked) -> None:
     _check_weight_sync(checked)
 
 
-def read_api_key(path: str | None) -> str | None:
-    """The key in the file of --sglang-api-key-file, None without one. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        key = Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"--sglang-api-key-file {path}: cannot be read ({error.strerror}); give a file with the key alone"
-        ) from error
-    if not key or any(mark.isspace() for mark in key):
-        raise ConfigError(
-            f"--sglang-api-key-file {path}: expected one key without spaces, found {'nothing' if not key else 'several'}"
-        )
-    return key
-
-
 def _check_embedded(checked: Checked) -> None:
     for key in ("rollout.rollout_num_gpus", "rollout.rollout_num_gpus_per_engine"):
         checked.refuse_unless_default(key, f"{_SGLANG}; the embedded engine is one process")
@@ -58,16 +40,14 @@ def _check_engine_sizes(checked: Checked) -> None:
             if checked.changed(key):
                 raise ConfigError(
                     f"{checked.cite(key)} is of servers that the run starts, but {checked.cite('sglang.server_urls')} names "
-                    "servers "
-                    "that run already. Leave one of them out"
+                    "servers that run already. Leave one of them out"
                 )
         return
     if total % rollout.rollout_num_gpus_per_engine:
         raise ConfigError(
             f"{checked.cite('rollout.rollout_num_gpus')} is not a multiple of "
-            f"{checked.cite('rollout.rollout_num_gpus_per_engine')}: "
-            f"every engine has as many devices. Use {total - total % rollout.rollout_num_gpus_per_engine} or change the engine's "
-            "size"
+            f"{checked.cite('rollout.rollout_num_gpus_per_engine')}: every engine has as many devices. Use "
+            f"{total - total % rollout.rollout_num_gpus_per_engine} or change the engine's size"
         )
 
 
@@ -98,8 +78,7 @@ def _check_servers(checked: Checked) -> None:
     if sglang.max_concurrency is not None and sglang.max_concurrency > samples:
         raise ConfigError(
             f"{checked.cite('sglang.max_concurrency')} is more than the {samples} samples of a rollout. Leave it out: all of "
-            "them are "
-            "under way at one time by default"
+            "them are under way at one time by default"
         )
 
 

@@ -63,9 +63,8 @@ class RolloutConfig:
     weight_sync: Literal["auto", "tensor", "distributed", "disk"] = option(
         "auto",
         help="how weights reach the engine: tensor = through memory (CUDA IPC on shared GPUs); distributed = a process group of "
-        "the "
-        "actor's first rank and the servers; disk = a folder that both see. auto = tensor for the embedded engine and on shared "
-        "GPUs, else distributed",
+        "the actor's first rank and the servers; disk = a folder that both see. auto = tensor for the embedded engine and on "
+        "shared GPUs, else distributed",
     )
     weight_sync_timeout_s: float = option(
         300.0, help="a server that takes longer for one bucket of weights counts as hung", unit="seconds", above=0

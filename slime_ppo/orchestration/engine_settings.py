@@ -3,7 +3,8 @@
 import os
 from typing import Any
 
-from slime_ppo.config.engine_checks import check_weight_sync_on_gpus, read_api_key, server_urls
+from slime_ppo.config.api_key import read_api_key
+from slime_ppo.config.engine_checks import check_weight_sync_on_gpus, server_urls
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
@@ -22,7 +23,7 @@ def check_sglang(config: Config) -> None:
     """What can be known before a server is started. Raises ConfigError."""
     if config.rollout.engine == "sglang":
         check_server_args(config.sglang.further_args, "--sglang-server-args")
-        api_key = read_api_key(config.sglang.api_key_file)
+        api_key = _api_key(config)
         if config.engine_bundles:
             _check_host(config.sglang.host, api_key)
         served_tensors(config.model.hf_checkpoint, config.model.dtype)
@@ -38,7 +39,7 @@ def _check_host(host: str, api_key: str | None) -> None:
 def server_specs(config: Config, *, device: DeviceKind, log_dir: str) -> list[ServerSpec]:
     """One per engine that the run starts."""
     sglang, folder = config.sglang, os.path.abspath(config.model.hf_checkpoint)
-    shape, api_key = ModelShape.from_hf_folder(folder), read_api_key(sglang.api_key_file)
+    shape, api_key = ModelShape.from_hf_folder(folder), _api_key(config)
     return [
         ServerSpec(
             hf_folder=folder,
@@ -64,7 +65,7 @@ def server_specs(config: Config, *, device: DeviceKind, log_dir: str) -> list[Se
 
 def external_servers(config: Config) -> list[ExternalServer]:
     """The servers of --sglang-server-urls."""
-    key = read_api_key(config.sglang.api_key_file)
+    key = _api_key(config)
     return [
         ExternalServer(url, key, start_timeout_s=config.sglang.start_timeout_s) for url in server_urls(config.sglang.server_urls)
     ]
@@ -86,9 +87,13 @@ def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
         sync_timeout_s=config.rollout.weight_sync_timeout_s,
         releases_memory=sglang.server_urls is None,
         router_url=sglang.router_url,
-        api_key=read_api_key(sglang.api_key_file),
+        api_key=_api_key(config),
         trainer_ranks=tuple(map(tuple, config.engine_bundles)) if device == "cuda" and config.engine_shares_devices else None,
     )
+
+
+def _api_key(config: Config) -> str | None:
+    return read_api_key(config.sglang.api_key_file, flag="--sglang-api-key-file")
 
 
 def _weight_sync_path(config: Config, device: DeviceKind) -> str:

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
+from slime_ppo.config.api_key import read_api_key
 from slime_ppo.rewards.base import RewardFailure, RewardInput, RewardResult
 from slime_ppo.rewards.http import JsonClient, NoAnswer, RequestLimits
-from slime_ppo.rewards.server_words import read_api_key, shortened
+from slime_ppo.rewards.server_words import shortened
 
 
 class RemoteReward:
@@ -31,7 +32,7 @@ class RemoteReward:
         concurrency: int,
     ) -> None:
         self._url, self._concurrency = url, concurrency
-        self._api_key = None if api_key_file is None else read_api_key(api_key_file)
+        self._api_key = read_api_key(api_key_file, flag="--rm-api-key-file")
         self._limits = RequestLimits(timeout_s, max_attempts, requests_s)
 
     async def __call__(self, inputs: Sequence[RewardInput]) -> list[object]:

@@ -1,11 +1,11 @@
 """From the options of a run to the reward function it asked for."""
 
+from slime_ppo.config.api_key import read_api_key
 from slime_ppo.config.reward import RewardConfig
 from slime_ppo.errors import ConfigError
 from slime_ppo.registry import Registry, split_dotted
 from slime_ppo.rewards.base import RewardSpec
 from slime_ppo.rewards.reward_server import check_listening, inspect_reward_server
-from slime_ppo.rewards.server_words import read_api_key
 
 REWARD_FUNCTIONS: Registry[str] = Registry(
     "reward function",
@@ -45,7 +45,7 @@ def resolve_reward(reward: RewardConfig, *, policy_folder: str) -> RewardSpec:
 
 def _served(reward: RewardConfig, url: str, policy_folder: str, spec: RewardSpec) -> RewardSpec:
     """`spec` with what its class needs to ask the server at `url`."""
-    api_key = None if reward.rm_api_key_file is None else read_api_key(reward.rm_api_key_file)
+    api_key = read_api_key(reward.rm_api_key_file, flag="--rm-api-key-file")
     shared = (
         ("url", url),
         ("api_key_file", reward.rm_api_key_file),

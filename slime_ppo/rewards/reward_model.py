@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from slime_ppo.config.api_key import read_api_key
 from slime_ppo.errors import RewardError
 from slime_ppo.rewards.base import RewardFailure, RewardInput
 from slime_ppo.rewards.classify import classify_url, parse_scores
 from slime_ppo.rewards.http import JsonClient, NoAnswer, RequestLimits
-from slime_ppo.rewards.server_words import read_api_key
 
 
 class RewardModelReward:
@@ -38,7 +38,7 @@ class RewardModelReward:
         vocab_size: int | None,
     ) -> None:
         self._url = classify_url(url)
-        self._api_key = None if api_key_file is None else read_api_key(api_key_file)
+        self._api_key = read_api_key(api_key_file, flag="--rm-api-key-file")
         self._limits = RequestLimits(timeout_s, max_attempts, requests_s)
         self._sends, self._max_tokens, self._vocab_size = sends, max_tokens, vocab_size
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from slime_ppo.config.api_key import read_api_key
 from slime_ppo.config.checks import config_warnings
 from slime_ppo.config.cli import parse_config
-from slime_ppo.config.engine_checks import read_api_key
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
 
@@ -127,17 +127,19 @@ def test_sglang_options_without_the_engine_are_warned_of() -> None:
     assert len(warned) == 2
 
 
-@pytest.mark.parametrize(("text", "message"), [("", "found nothing"), ("two keys", "found several")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "--key .*found nothing"), ("two keys", "found several"), ("sch\u00fcssel", "found other characters")]
+)
 def test_api_key_file_that_holds_no_key_raises(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "key"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        read_api_key(str(path))
+        read_api_key(str(path), flag="--key")
 
 
 def test_api_key_is_read_without_the_line_break(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("secret\n", encoding="utf-8")
-    assert (read_api_key(str(path)), read_api_key(None)) == ("secret", None)
+    assert (read_api_key(str(path), flag="--key"), read_api_key(None, flag="--key")) == ("secret", None)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_api_key(str(tmp_path / "none"))
+        read_api_key(str(tmp_path / "none"), flag="--key")
