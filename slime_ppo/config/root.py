@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from slime_ppo.config.batch import BatchConfig
+from slime_ppo.config.checkpoint import CheckpointConfig
 from slime_ppo.config.cluster import ClusterConfig
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.critic import CriticConfig
@@ -35,6 +36,7 @@ class Config:
     """
 
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

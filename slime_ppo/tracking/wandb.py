@@ -46,6 +46,8 @@ class WandbTracker:
                 dir=str(run.run_dir),
                 mode=self._mode,
                 config=config,
+                id=run.run_id,
+                resume="allow" if run.run_id else None,
             )
             self._run.define_metric("*", step_metric="rollout_id")
             self._run.define_metric("step/*", step_metric="step/step")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from slime_ppo.checkpoint.start import beginning
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import RoleName
 from slime_ppo.errors import ConfigError
@@ -20,12 +21,13 @@ from tests.helpers.tiny_llama import make_tiny_llama
 
 
 def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(tmp_path: Path) -> None:
-    records = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+    records = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "run_state.json")
     kept = ("hf/model.safetensors", "critic/model.safetensors", "tensorboard/events", "notes.txt")
     for name in (*records, *kept):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("old")
-    _claim_run_folder(make_config(run__save=str(tmp_path), run__seed=7))
+    config = make_config(run__save=str(tmp_path), run__seed=7)
+    _claim_run_folder(config, beginning(config, {}))
     assert not any((tmp_path / name).exists() for name in records)
     assert all((tmp_path / name).read_text() == "old" for name in kept)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["seed"] == 7
@@ -33,7 +35,8 @@ def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(
 
 def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
-    _claim_run_folder(make_config(run__save=str(tmp_path), tracking__use_tensorboard=True))
+    config = make_config(run__save=str(tmp_path), tracking__use_tensorboard=True)
+    _claim_run_folder(config, beginning(config, {}))
     assert not (tmp_path / "tensorboard").exists()
 
 
