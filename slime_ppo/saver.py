@@ -105,8 +105,9 @@ class CheckpointSaver:
         with self._guarded(rollout_id):
             folders = self._publish_roles(rollout_id) if newest is None else newest.folders
             checkpoint = self._write_state(waiting.progress, folders)
-            self.state = before.with_checkpoint(checkpoint, keep=self.plan.keep)
-            self.state.write(self.plan.run_folder)
+            after = before.with_checkpoint(checkpoint, keep=self.plan.keep)
+            after.write(self.plan.run_folder)
+        self.state = after
         _log.info("checkpoint after %d rollouts: whole %.1f s after its begin", rollout_id, time.perf_counter() - waiting.began)
         self._sweep(before)
 
@@ -178,12 +179,13 @@ class CheckpointSaver:
         try:
             yield
         except (CheckpointError, OSError) as error:
-            self._waiting = None
+            run = self.plan.run_folder
+            self.state = RunState.read(run) or self.state  # the list may have been replaced before what failed
             if self._with_weights_of(rollout_id) is None:
                 for folder in self.plan.folders.values():
                     for name in (iteration_name(rollout_id) + PARTIAL, iteration_name(rollout_id)):
                         _remove(folder / name)
-            newest, run = self.state.newest, self.plan.run_folder
+            newest = self.state.newest
             left = (
                 f"The checkpoint after {newest.rollout_id} rollouts is whole: go on from it with --load {run}"
                 if newest is not None

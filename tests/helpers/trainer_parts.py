@@ -5,6 +5,7 @@ All parts share one `Journal`, so that a test can compare the order of everythin
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -99,13 +100,15 @@ class RecordingRole:
         self.journal.append(f"save {self.name} in {folder}")
 
     def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
-        self.journal.append(f"checkpoint of {self.name} in {folder}{' in the background' if in_background else ''}")
+        self.journal.append(f"save {self.name} as {Path(folder).name}{' in the background' if in_background else ''}")
+        for file in ("__0_0.distcp", ".metadata", "metadata.json"):
+            (Path(folder) / file).write_text(f"{self.name} {file}")
 
     def finish_save(self) -> None:
-        self.journal.append(f"finish the checkpoint of {self.name}")
+        self.journal.append(f"finish {self.name}")
 
     def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
-        self.journal.append(f"load {self.name} from {folder}{' with its optimizer' if with_optimizer else ''}")
+        self.journal.append(f"load {self.name} from {Path(folder).name}{' with its optimizer' if with_optimizer else ''}")
         return LoadReport(with_optimizer, restored_rng=with_optimizer)
 
 
