@@ -30,8 +30,9 @@ class TensorBoardTracker:
 
     def start(self, run: RunInfo) -> None:
         """A resumed run writes its earlier rollouts anew, from metrics.jsonl: event files cannot be cut."""
-        earlier = [record for record in read_records(run.run_dir) if record.rollout_id < run.start_rollout]
+        earlier: list[RolloutRecord] = []
         if run.start_rollout:
+            earlier = [record for record in read_records(run.run_dir) if record.rollout_id < run.start_rollout]
             shutil.rmtree(run.run_dir / EVENTS_FOLDER, ignore_errors=True)
         self._writer = self._make_writer(str(run.run_dir / EVENTS_FOLDER))
         for record in earlier:

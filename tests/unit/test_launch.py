@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from slime_ppo.checkpoint.run_state import Checkpoint, RunState
 from slime_ppo.checkpoint.start import beginning
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import RoleName
@@ -38,6 +40,34 @@ def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) ->
     config = make_config(run__save=str(tmp_path), tracking__use_tensorboard=True)
     _claim_run_folder(config, beginning(config, {}))
     assert not (tmp_path / "tensorboard").exists()
+
+
+def records_of_a_run(folder: Path, num_rollouts: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_text("".join(f'{{"rollout_id": {number}}}\n' for number in range(num_rollouts)))
+
+
+def test_claim_run_folder_of_a_run_that_goes_on_keeps_its_records_and_gives_up_later_checkpoints(tmp_path: Path) -> None:
+    records_of_a_run(tmp_path, 7)
+    (tmp_path / "tensorboard").mkdir()
+    config = make_config(run__save=str(tmp_path), checkpoint__load=str(tmp_path), tracking__use_tensorboard=True)
+    state = RunState("run", (Checkpoint(4, {"actor": "actor/iter_0000004"}, "rollout/state_0000004.json", "0"),))
+    begun = beginning(config, {})
+    _claim_run_folder(config, replace(begun, resumed=True, records=tmp_path, run_state=state))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7  # the trackers cut them
+    assert (tmp_path / "tensorboard").exists()
+    assert RunState.read(tmp_path) == state
+
+
+def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_along(tmp_path: Path) -> None:
+    records_of_a_run(tmp_path / "old", 7)
+    records_of_a_run(tmp_path / "new", 2)
+    config = make_config(run__save=str(tmp_path / "new"), checkpoint__load=str(tmp_path / "old"))
+    _claim_run_folder(config, replace(beginning(config, {}), resumed=True, records=tmp_path / "old"))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / "new" / name).read_text() == (tmp_path / "old" / name).read_text()
+    assert RunState.read(tmp_path / "new") is None
 
 
 class RecordingGroup:
