@@ -18,7 +18,6 @@ from slime_ppo.checkpoint.buffer import write_samples
 from slime_ppo.checkpoint.files import file_sizes, json_bytes, publish_folder, write_atomically
 from slime_ppo.checkpoint.layout import (
     IDENTITY_FILE,
-    LATEST_FILE,
     PARTIAL,
     STATE_FOLDER,
     buffer_name,
@@ -29,6 +28,7 @@ from slime_ppo.checkpoint.layout import (
 )
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import FORMAT, Checkpoint, RunState, SavedState, path_in
+from slime_ppo.config.critic_start import LATEST_FILE
 from slime_ppo.config.roles import RoleName
 from slime_ppo.errors import CheckpointError
 from slime_ppo.orchestration.protocols import TrainGroup

@@ -13,7 +13,6 @@ from pathlib import Path
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 
-LATEST_FILE = "latest_checkpointed_iteration.txt"
 IDENTITY_FILE = "slime_ppo.json"
 PARTIAL = ".partial"
 STATE_FOLDER = "rollout"
@@ -55,8 +54,4 @@ def is_state_file(name: str) -> bool:
 
 def role_folders(config: Config) -> dict[RoleName, Path]:
     """Where each role of the run saves its checkpoints."""
-    run = Path(config.run.save)
-    folders: dict[RoleName, Path] = {"actor": run / "actor"}
-    if config.has_critic:
-        folders["critic"] = run / "critic" if config.critic.save is None else Path(config.critic.save)
-    return folders
+    return {role: Path(config.role(role).checkpoint_folder) for role in config.roles}

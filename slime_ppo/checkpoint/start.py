@@ -13,9 +13,10 @@ from typing import Any
 
 from slime_ppo.checkpoint.buffer import read_samples
 from slime_ppo.checkpoint.files import read_json, size_problems
-from slime_ppo.checkpoint.layout import IDENTITY_FILE, LATEST_FILE, iteration_name, iteration_number, role_folders
+from slime_ppo.checkpoint.layout import IDENTITY_FILE, iteration_number, role_folders
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import Checkpoint, RunState, SavedState
+from slime_ppo.config.critic_start import checkpoint_in
 from slime_ppo.config.fields import shown
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.preflight import RUN_STATE_FILE, loads_own_folder
@@ -90,7 +91,7 @@ def find_start(config: Config, shapes: Mapping[RoleName, ModelShape], prompts: D
     if _is_hf_folder(folder):
         _refuse_as_save(in_place, folder, "a Hugging Face folder")
         return _from_hf(fresh, folder)
-    if (iteration := _torch_dist_folder(folder)) is not None:
+    if (iteration := checkpoint_in(folder)) is not None:
         _refuse_as_save(in_place, folder, "a torch_dist folder")
         return _from_torch_dist(fresh, iteration)
     if in_place:
@@ -256,27 +257,6 @@ def _check_rewind(config: Config, present: RunState, kept: RunState) -> None:
 
 def _is_hf_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
-def _torch_dist_folder(folder: Path) -> Path | None:
-    """`folder` itself, or the newest iteration in it, which Megatron's file names."""
-    if _is_torch_dist(folder):
-        return folder
-    latest = folder / LATEST_FILE
-    if latest.is_file():
-        text = latest.read_text(encoding="utf-8").strip()
-        named = folder / (iteration_name(int(text)) if text.isdigit() else text)
-        if not _is_torch_dist(named):
-            raise CheckpointError(
-                f"{latest} names {named.name}, which is no whole torch_dist folder. Give the folder of an iteration"
-            )
-        return named
-    whole = [path for path in folder.glob("iter_*") if iteration_number(path.name) is not None and _is_torch_dist(path)]
-    return max(whole, key=lambda path: path.name) if whole else None
-
-
-def _is_torch_dist(folder: Path) -> bool:
-    return (folder / ".metadata").is_file() and (folder / "metadata.json").is_file()
 
 
 def _refuse_as_save(in_place: bool, folder: Path, kind: str) -> None:
