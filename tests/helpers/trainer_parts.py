@@ -17,8 +17,10 @@ from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
+from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart
 from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.rollout_source import GeneratedRollouts, rollout_sampling
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
@@ -262,6 +264,7 @@ class Parts:
 
     config: Config
     eval_sets: Mapping[str, int] = field(default_factory=dict)
+    dumps: DumpWriter | None = None
     journal: Journal = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -288,25 +291,35 @@ class Parts:
             mask_truncated=self.config.ppo.truncation_policy == "mask",
             restore=keeper.restore,
         )
+        evaluation = Evaluation.of(
+            self.config,
+            [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
+            samples=samples,
+            rewards=rewards,
+            tracker=self.tracker,
+            check_alive=lambda: None,
+        )
+        rollouts = GeneratedRollouts(
+            keeper=keeper,
+            samples=samples,
+            rewards=rewards,
+            prompts=prompts,
+            sampling=rollout_sampling(self.config, tokenizer),
+            num_prompts=self.config.rollout.rollout_batch_size,
+            n_samples_per_prompt=self.config.rollout.n_samples_per_prompt,
+            clock=clock,
+            check_alive=lambda: None,
+        )
         return TrainerParts(
             actor=self.actor,
             critic=self.critic if has_critic else None,
             turns=turns,
-            engine=keeper,
-            samples=samples,
-            rewards=rewards,
-            prompts=prompts,
-            evaluation=Evaluation.of(
-                self.config,
-                [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
-                samples=samples,
-                rewards=rewards,
-                tracker=self.tracker,
-                check_alive=lambda: None,
-            ),
+            rollouts=rollouts,
+            tokenizer=tokenizer,
+            evaluation=evaluation if self.eval_sets else None,
             tracker=self.tracker,
             clock=clock,
-            check_alive=lambda: None,
+            dumps=self.dumps,
             side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
         )
 
