@@ -194,7 +194,7 @@ def _check_prompts(what: str, samples: Sequence[Sample], drawn: Sequence[Prompt]
             )
         if not np.array_equal(ids[prompt.index], prompt.token_ids):
             raise DataError(
-                f"{what}: row {prompt.index} of its prompt file is {prompt.text[:60]!r} in {len(prompt.token_ids)} tokens, and this "
+                f"{what}: row {prompt.index} of its prompt file is {prompt.text[:60]!r}, {len(prompt.token_ids)} tokens, and this "
                 f"run has other tokens there ({len(ids[prompt.index])}). Give the --prompt-data and the tokenizer "
                 "(--hf-checkpoint) that the rollouts were made with"
             )

@@ -4,8 +4,8 @@
     python tools/inspect_rollout.py runs/dumps/rollout_0000003.npz --worst-gap --num 3
     python tools/inspect_rollout.py runs/dumps/rollout_0000003.npz --sample-id 52 --hf-checkpoint runs/models/glass-en | less
 
-Columns: engine = log-prob under the sampler, old = the actor's, ref = the reference's, gap = old - engine; those that the file does not
-have are left out. Without its tokenizer a token is shown as its id.
+Columns: engine = log-prob under the sampler, old = the actor's, ref = the reference's, gap = old - engine; those that the file does
+not have are left out. Without its tokenizer a token is shown as its id.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def summary(path: Path, dump: RolloutDump, batch: RolloutBatch) -> str:
 
 
 def gaps(batch: RolloutBatch) -> np.ndarray:
-    """Per sample the largest |old - engine| of a trainable token; 0 without any. Raises DataError before old log-probs are there."""
+    """Per sample the largest |old - engine| of a trainable token, 0 without any. Raises DataError without old log-probs."""
     if batch.old_log_probs is None:
         raise DataError("--worst-gap: the file has no old log-probs yet; it was saved before training had made them")
     gap = np.where(batch.loss_mask, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
