@@ -20,9 +20,10 @@ from slime_ppo.rewards.runner import RewardOutcome
 from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart
 from slime_ppo.rollout.generate import SampleBuilder
-from slime_ppo.rollout_source import GeneratedRollouts, rollout_sampling
+from slime_ppo.rollout_only import RolloutOnly
+from slime_ppo.rollout_source import GeneratedRollouts, RolloutSource, rollout_sampling
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
-from slime_ppo.tracking.clock import RunClock, run_phases
+from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support, one_version
@@ -259,12 +260,13 @@ class NumberTokenizer:
 
 @dataclass
 class Parts:
-    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each. Nobody asks the
-    critic when the estimator needs none."""
+    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each, `rollouts` come from
+    elsewhere than the engine. Nobody asks the critic when the estimator needs none."""
 
     config: Config
     eval_sets: Mapping[str, int] = field(default_factory=dict)
     dumps: DumpWriter | None = None
+    rollouts: RolloutSource | None = None
     journal: Journal = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -274,14 +276,43 @@ class Parts:
         self.prompts = CountingPrompts()
         self.tracker = RecordingTracker(self.journal)
 
+    def rollout_only(self) -> RolloutOnly:
+        """The loop that trains nothing: the engine is the only tenant."""
+        clock = RunClock(ROLLOUT_PHASES)
+        turns = DeviceTurns({"rollout": RolloutTenant(self.journal)}, offload=self.config.offloads, on_time=clock.add)
+        rollouts, evaluation = self._rollouts(turns, clock)
+        tokenizer: Any = NumberTokenizer()
+        return RolloutOnly(
+            self.config, rollouts, tokenizer, evaluation=evaluation, tracker=self.tracker, clock=clock, dumps=self.dumps
+        )
+
     def trainer_parts(self) -> TrainerParts:
         has_critic, colocate = self.config.has_critic, self.config.cluster.colocate
         clock = RunClock(run_phases(has_critic=has_critic, side_by_side=not colocate))
         tenants = {"actor": self.actor, "rollout": RolloutTenant(self.journal)} | ({"critic": self.critic} if has_critic else {})
         tokenizer: Any = NumberTokenizer()
+        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
+        rollouts, evaluation = self._rollouts(turns, clock)
+        return TrainerParts(
+            actor=self.actor,
+            critic=self.critic if has_critic else None,
+            turns=turns,
+            rollouts=rollouts,
+            tokenizer=tokenizer,
+            evaluation=evaluation,
+            tracker=self.tracker,
+            clock=clock,
+            dumps=self.dumps,
+            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
+        )
+
+    def _rollouts(self, turns: DeviceTurns, clock: RunClock) -> tuple[RolloutSource, Evaluation | None]:
+        """This object's `rollouts`, or generated ones and their evaluation."""
+        if self.rollouts is not None:
+            return self.rollouts, None
+        tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
         prompts: Any = self.prompts
-        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
         keeper = EngineKeeper(turns, RecordingSync(self.journal, self.engine), self.engine, clock, attempts=1)
         samples = SampleBuilder(
             engine=self.engine,
@@ -310,18 +341,7 @@ class Parts:
             clock=clock,
             check_alive=lambda: None,
         )
-        return TrainerParts(
-            actor=self.actor,
-            critic=self.critic if has_critic else None,
-            turns=turns,
-            rollouts=rollouts,
-            tokenizer=tokenizer,
-            evaluation=evaluation if self.eval_sets else None,
-            tracker=self.tracker,
-            clock=clock,
-            dumps=self.dumps,
-            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
-        )
+        return rollouts, evaluation if self.eval_sets else None
 
 
 def make_prompt(index: int) -> Prompt:

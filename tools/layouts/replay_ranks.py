@@ -1,7 +1,7 @@
 """What each rank runs to replay the steps of a rollout file: it builds a role, trains on the file's columns, saves the weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
@@ -18,15 +18,7 @@ from slime_ppo.orchestration.worker_settings import worker_settings  # noqa: E40
 from slime_ppo.parallel.worker_settings import STANDING_GROUP  # noqa: E402
 from slime_ppo.rollout.dump import TrainingDump  # noqa: E402
 from slime_ppo.types.stats import merge_stats  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What one role did in one layout. `steps`: statistics of each step; `fit`: how far its log-probs or values before the first
-    step lie from those of the file, over trainable tokens."""
-
-    steps: list[dict[str, float]]
-    fit: float
+from tools.layouts.replay import Replayed  # noqa: E402
 
 
 def replay(config: Config, training: TrainingDump, folders: Mapping[RoleName, str]) -> dict[RoleName, Replayed]:
