@@ -8,6 +8,8 @@ from pathlib import Path
 
 from slime_ppo.config.checks import check_model_shape
 from slime_ppo.config.critic_start import CriticStart
+from slime_ppo.config.debug import rollout_file
+from slime_ppo.config.debug_checks import check_rollout_files_free
 from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName
@@ -85,11 +87,15 @@ def check_files(config: Config) -> None:
     if config.has_critic:
         _check_critic_folder(config.role("critic").hf_folder)
     _check_prompt_file("--prompt-data", config.data.prompt_data)
-    for path in config.eval.data_sets.values() if config.eval.eval_interval > 0 else ():
+    for path in config.eval_files.values():
         _check_prompt_file("--eval-prompt-data", path)
     _check_folders_apart(config)
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
+    if config.debug.save_debug_rollout_data is not None:
+        if not loads_own_folder(config):
+            check_rollout_files_free(config)
+        _check_writable("--save-debug-rollout-data", str(rollout_file(config.debug.save_debug_rollout_data, 0).parent))
     if config.rollout.weight_sync == "disk":
         _check_writable("--weight-sync-folder", config.weight_sync_folder)
     if config.has_critic:

@@ -10,7 +10,9 @@ _REFERENCE = "--kl-coef above 0 or --use-kl-loss"
 
 
 def unused_options(config: Config) -> Iterator[tuple[str, str]]:
-    """(option, what it needs) for features that are off."""
+    """(option, what it needs) for features that are off. Half of a run leaves half of the options without use: none is named."""
+    if not (config.trains and config.generates):
+        return
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
