@@ -188,7 +188,7 @@ class Ended:
     def place(self) -> str:
         """The last rollout that it has reported."""
         reported = re.findall(r"^rollout (\d+)/", self.output, re.MULTILINE)
-        return f"rollout {reported[-1]} was reported" if reported else "no rollout was reported"
+        return f"rollout {reported[-1]}" if reported else "no rollout"
 
     @property
     def start(self) -> str:
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(whole.output)
         return 1
     chosen += random_moments(home / "reference", options.random, options.seed)
-    print("| SIGKILL | after | resumed after | compared with the uninterrupted run |\n|---|---|---|---|", flush=True)
+    print("| SIGKILL | last report | resumed from | outcome |\n|---|---|---|---|", flush=True)
     num_failed = 0
     for number, moment in enumerate(chosen):
         save = home / f"run-{number}"
