@@ -8,7 +8,7 @@ from slime_ppo.config.hf_folder import TensorEntry
 from slime_ppo.conversion.mapping import Split
 from slime_ppo.conversion.shapes import hf_shapes, megatron_shape
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.conversion.torch_dist import is_weight, places, stored_rules
+from slime_ppo.conversion.torch_dist_folder import is_weight, places, stored_rules
 from slime_ppo.conversion.torch_dist_read import TorchDistReader
 from slime_ppo.errors import ConversionError
 

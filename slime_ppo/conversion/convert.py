@@ -20,7 +20,7 @@ from slime_ppo.conversion.check import DTYPES, hf_problems, require_none, requir
 from slime_ppo.conversion.hf_io import HfWeights, HfWriter
 from slime_ppo.conversion.safetensors_stream import PlannedTensor, split_into_files
 from slime_ppo.conversion.table import ConversionTable, Head
-from slime_ppo.conversion.torch_dist import (
+from slime_ppo.conversion.torch_dist_folder import (
     COMMON_FILE,
     COMPANION_FOLDER,
     FORMAT_FILE,

@@ -6,16 +6,17 @@ from math import prod
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shapes import hf_shapes
 from slime_ppo.conversion.shard import unshard
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.conversion.torch_dist import INDEX_FILE, Place, places, stored_rules
+from slime_ppo.conversion.torch_dist_folder import INDEX_FILE, Place, places, stored_rules
 from slime_ppo.errors import CheckpointError
 
 _AGAIN = "the checkpoint is incomplete: copy it again, or use another one"
@@ -26,9 +27,8 @@ class TorchDistReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._storage = FileSystemReader(folder)
         metadata = self._read_index()
-        self._storage.set_up_storage_reader(metadata, is_coordinator=True)
+        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         entries = metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
@@ -38,7 +38,7 @@ class TorchDistReader:
     def _read_index(self) -> Metadata:
         """The index; `metadata.storage_data` says for each chunk in which bytes of which file it lies."""
         try:
-            metadata = self._storage.read_metadata()
+            metadata = FileSystemReader(self.folder).read_metadata()
             ends: dict[str, int] = {}
             for info in metadata.storage_data.values():
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -87,45 +87,29 @@ class TorchDistReader:
             raise CheckpointError(
                 f"{self.folder}: the index knows where {found:,} of {prod(region.sizes):,} numbers of {key} lie: {_AGAIN}"
             )
+        if len(items) == 1:
+            return self._load(items[0])
         target = torch.empty(region.sizes, dtype=whole.properties.dtype)
-        try:
-            self._storage.read_data(LoadPlan(items), _IntoTarget(target)).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.folder}: {key} cannot be read ({type(error).__name__}: {error}): {_AGAIN}") from error
+        for item in items:
+            _narrow(target, item.dest_offsets, item.lengths).copy_(self._load(item))
         return target
 
+    def _load(self, item: ReadItem) -> torch.Tensor:
+        """One stored tensor, cut to what is wanted of it."""
+        info = self._places[item.storage_index]
+        try:
+            with (self.folder / info.relative_path).open("rb") as file:
+                stored = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            key = item.storage_index.fqn
+            raise CheckpointError(f"{self.folder}: {key} cannot be read ({type(error).__name__}: {error}): {_AGAIN}") from error
+        return _narrow(stored, item.storage_offsets, item.lengths)
 
-class _IntoTarget(LoadPlanner):
-    """Puts what is read into one tensor."""
 
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        piece = self._target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            piece = piece.narrow(dim, start, length)
-        return piece
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: `resolve_tensor` gave a view."""
-
-    def set_up_planner(
-        self, state_dict: Mapping[str, object], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: object) -> None:
-        raise NotImplementedError
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 class TorchDistWeights(Mapping[str, torch.Tensor]):

@@ -2,33 +2,33 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import IO
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shapes import hf_shapes, megatron_shape
 from slime_ppo.conversion.shard import shard
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.conversion.torch_dist import COMMON_FILE, FORMAT_FILE, places, stored_rules
+from slime_ppo.conversion.torch_dist_folder import COMMON_FILE, FORMAT_FILE, places, stored_rules
 from slime_ppo.errors import CheckpointError
 
+_MAX_FILE_BYTES = 8 << 30
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -100,74 +100,84 @@ def _cast(make: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch
 
 
 def write_torch_dist(
-    folder: Path, chunks: Sequence[Chunk], *, empty_objects: Sequence[str], iteration: int, progress: Callable[[int], None]
+    folder: Path, chunks: Sequence[Chunk], *, empty_objects: Iterable[str], iteration: int, progress: Callable[[int], None]
 ) -> None:
     """Fill the empty `folder`; `progress` is told the bytes of each tensor that was written.
 
-    Raises CheckpointError when it cannot be written.
+    torch's own writer of this format keeps all tensors of a file until it is closed, so only the index is left to it.
+    Raises CheckpointError when the folder cannot be written.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
     try:
-        save({}, storage_writer=writer, planner=_OneByOne(chunks, empty_objects, progress), no_dist=True)
+        results = [*_write_objects(folder, empty_objects), *_write_chunks(folder, chunks, progress)]
+        FileSystemWriter(folder).finish(_metadata(chunks, empty_objects), [results])
         torch.save({"iteration": iteration}, folder / COMMON_FILE)
         # the mark that Megatron looks for comes last
         (folder / FORMAT_FILE).write_text(json.dumps(_FORMAT), encoding="utf-8")
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, OSError):
-            raise CheckpointError(f"{folder} cannot be written ({cause}): make room, or write elsewhere") from error
-        raise cause from error
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save makes the one into the other
         raise CheckpointError(f"{folder} cannot be written ({error}): make room, or write elsewhere") from error
 
 
-class _OneByOne(SavePlanner):
-    """Plans one file of all chunks, and makes each when the writer asks for it."""
-
-    def __init__(self, chunks: Sequence[Chunk], empty_objects: Sequence[str], progress: Callable[[int], None]) -> None:
-        self._chunks = {MetadataIndex(chunk.key, torch.Size(chunk.start)): chunk for chunk in chunks}
-        self._empty_objects = empty_objects
-        self._progress = progress
-
-    def set_up_planner(self, state_dict: Mapping[str, object], storage_meta: object = None, is_coordinator: bool = False) -> None:
-        """The chunks are known already."""
-
-    def create_local_plan(self) -> SavePlan:
-        tensors = [_write_item(index, chunk) for index, chunk in self._chunks.items()]
-        size = len(_EMPTY_OBJECT)
-        objects = [
-            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(size))
-            for key in self._empty_objects
-        ]
-        return SavePlan([*tensors, *objects])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(_EMPTY_OBJECT)
-        chunk = self._chunks[write_item.index]
-        made = chunk.make()
-        self._progress(chunk.num_bytes)
-        return made
+def _write_chunks(folder: Path, chunks: Sequence[Chunk], progress: Callable[[int], None]) -> Iterator[WriteResult]:
+    """One file after the other, each a row of tensors as torch.save writes them."""
+    for number, of_file in enumerate(_cut(chunks), 1):
+        name = f"__0_{number}.distcp"
+        with (folder / name).open("wb") as file:
+            for chunk in of_file:
+                start = file.tell()
+                torch.save(_alone(chunk.make()), file)
+                progress(chunk.num_bytes)
+                yield _result(_index(chunk), name, start, file)
+            _flush(file)
 
 
-def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
-    box = ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.shape))
-    properties = TensorProperties(dtype=chunk.dtype)
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, torch.Size(chunk.whole)))
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory of its own: torch.save writes all of the memory that a tensor is a part of."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _saved(value: object) -> bytes:
+def _cut(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    files: list[list[Chunk]] = []
+    size = 0
+    for chunk in chunks:
+        if not files or size + chunk.num_bytes > _MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(chunk)
+        size += chunk.num_bytes
+    return files
+
+
+def _write_objects(folder: Path, keys: Iterable[str]) -> Iterator[WriteResult]:
+    """What Megatron stores for a module whose extra state is None: the list of its copies."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    torch.save([None], buffer)
+    name = "__0_0.distcp"
+    with (folder / name).open("wb") as file:
+        for key in keys:
+            start = file.tell()
+            file.write(buffer.getbuffer())
+            yield _result(MetadataIndex(key), name, start, file)
+        _flush(file)
 
 
-_EMPTY_OBJECT = _saved([None])
-"""What Megatron stores for a module whose extra state is None: the list of its copies."""
+def _index(chunk: Chunk) -> MetadataIndex:
+    return MetadataIndex(chunk.key, torch.Size(chunk.start))
+
+
+def _result(index: MetadataIndex, name: str, start: int, file: IO[bytes]) -> WriteResult:
+    length = file.tell() - start
+    return WriteResult(index, length, _StorageInfo(name, start, length))
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _metadata(chunks: Sequence[Chunk], empty_objects: Iterable[str]) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for chunk in chunks:
+        properties = TensorProperties(dtype=chunk.dtype)
+        entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.shape)))
+    return Metadata(tensors | {key: BytesStorageMetadata() for key in empty_objects})
