@@ -118,17 +118,22 @@ class HfWriter:
         else:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
             (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
-        config = json.loads((self._source / "config.json").read_text(encoding="utf-8")) | dict(self._config_changes)
-        (self.partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-        for file in COMPANION_FILES:
-            if (self._source / file).is_file():
-                shutil.copy2(self._source / file, self.partial / file)
+        write_companions(self.partial, source=self._source, config_changes=self._config_changes)
         check_replaceable(self.target)
         if self.target.exists():
             _remove_export(self._replaced)
             self.target.rename(self._replaced)
         self.partial.rename(self.target)
         _remove_export(self._replaced)
+
+
+def write_companions(target: Path, *, source: Path, config_changes: Mapping[str, object]) -> None:
+    """What weights need to be understood: the config.json of the folder `source`, changed, and its tokenizer files."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    for file in COMPANION_FILES:
+        if (source / file).is_file():
+            shutil.copy2(source / file, target / file)
 
 
 def _remove_export(folder: Path) -> None:

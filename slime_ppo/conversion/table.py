@@ -29,6 +29,13 @@ class ConversionTable:
         self.shape = shape
         self.head = head
 
+    @property
+    def config_changes(self) -> dict[str, object]:
+        """What a saved folder's config.json must say differently from the folder the model came from."""
+        if self.head == "language_model":
+            return {}
+        return {"architectures": [self.family.value_architecture], "num_labels": 1}
+
     def rule(self, megatron_name: str, first_layer: int, first_expert: int = 0) -> Rule:
         """The rule of a parameter by its local name; `first_layer` is the global number of the chunk's layer 0, `first_expert`
         that of the rank's expert 0."""

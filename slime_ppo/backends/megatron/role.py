@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from slime_ppo.backends.megatron.checkpoint import UnfinishedSave
 from slime_ppo.backends.megatron.collectives import context_parallel_group, gather_objects, token_parallel_group
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
@@ -101,6 +102,7 @@ class MegatronRole:
             overlap_param_gather=settings.execution.overlap_param_gather,
         )
         self.memory = Offloader(self.chunks, self.optimizer)
+        self.unfinished_save: UnfinishedSave | None = None
         if settings.starts_offloaded:
             self.memory.offload()
 
