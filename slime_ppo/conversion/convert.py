@@ -17,14 +17,11 @@ import torch
 from slime_ppo.config.hf_folder import COMPANION_FILES, read_tensor_entries, staging_folders
 from slime_ppo.config.model_shape import ModelShape, padded_vocab_size
 from slime_ppo.conversion.check import DTYPES, hf_problems, require_none, require_tied, torch_dist_problems
-from slime_ppo.conversion.hf_io import HfWeights, HfWriter
+from slime_ppo.conversion.hf_io import HfWeights, HfWriter, write_companions
 from slime_ppo.conversion.safetensors_stream import PlannedTensor, split_into_files
 from slime_ppo.conversion.table import ConversionTable, Head
+from slime_ppo.conversion.torch_dist import BACKEND_FILE, COMMON_FILE, HF_FOLDER, METADATA_FILE
 from slime_ppo.conversion.torch_dist_folder import (
-    COMMON_FILE,
-    COMPANION_FOLDER,
-    FORMAT_FILE,
-    INDEX_FILE,
     LATEST_FILE,
     extra_states,
     find_torch_dist,
@@ -154,7 +151,7 @@ def open_torch_dist(source: Path, companion: Path | None) -> tuple[TorchDistRead
     companion = companion or found.companion
     if companion is None:
         raise CheckpointError(
-            f"{found.weights} has no {COMPANION_FOLDER}/config.json beside it, and weights alone do not say what model they are: "
+            f"{found.weights} has no {HF_FOLDER}/config.json beside it, and weights alone do not say what model they are: "
             "give the Hugging Face folder that training started from with --hf-folder"
         )
     return TorchDistReader(found.weights), companion
@@ -163,9 +160,7 @@ def open_torch_dist(source: Path, companion: Path | None) -> tuple[TorchDistRead
 def _config_changes(table: ConversionTable, companion: Path, dtype: str) -> dict[str, object]:
     config = json.loads((companion / "config.json").read_text(encoding="utf-8"))
     changes: dict[str, object] = {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"torch_dtype": dtype}
-    if table.head == "value":
-        changes |= {"architectures": [table.family.value_architecture], "num_labels": 1}
-    return changes
+    return changes | table.config_changes
 
 
 def write_hf_folder(plan: HfPlan, out: Path, progress: Progress) -> None:
@@ -195,7 +190,8 @@ def write_torch_dist_folder(plan: TorchDistPlan, out: Path, progress: Progress) 
     try:
         (partial / _ITERATION).mkdir(parents=True)
         write_torch_dist(partial / _ITERATION, plan.chunks, empty_objects=extra_states(plan.table), iteration=0, progress=progress)
-        _write_companion(plan.source, partial / COMPANION_FOLDER)
+        (partial / HF_FOLDER).mkdir()
+        write_companions(partial / HF_FOLDER, source=plan.source, config_changes=plan.table.config_changes)
         (partial / LATEST_FILE).write_text("0", encoding="utf-8")
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -206,13 +202,6 @@ def write_torch_dist_folder(plan: TorchDistPlan, out: Path, progress: Progress) 
         target.rename(replaced)
     partial.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _write_companion(source: Path, folder: Path) -> None:
-    folder.mkdir()
-    for file in ("config.json", *COMPANION_FILES):
-        if (source / file).is_file():
-            shutil.copy2(source / file, folder / file)
 
 
 def check_torch_dist_replaceable(folder: Path) -> None:
@@ -235,9 +224,9 @@ def check_torch_dist_replaceable(folder: Path) -> None:
 def _is_ours(path: Path) -> bool:
     if path == Path(LATEST_FILE):
         return True
-    if path.parent == Path(COMPANION_FOLDER):
+    if path.parent == Path(HF_FOLDER):
         return path.name in ("config.json", *COMPANION_FILES)
-    known = path.name in (INDEX_FILE, f"{INDEX_FILE}.tmp", FORMAT_FILE, COMMON_FILE) or path.suffix == ".distcp"
+    known = path.name in (METADATA_FILE, f"{METADATA_FILE}.tmp", BACKEND_FILE, COMMON_FILE) or path.suffix == ".distcp"
     return known and path.parent == Path(_ITERATION)
 
 

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -16,7 +17,8 @@ from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shapes import hf_shapes
 from slime_ppo.conversion.shard import unshard
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.conversion.torch_dist_folder import INDEX_FILE, Place, places, stored_rules
+from slime_ppo.conversion.torch_dist import METADATA_FILE
+from slime_ppo.conversion.torch_dist_folder import StackPlace, places, stored_rules
 from slime_ppo.errors import CheckpointError
 
 _AGAIN = "the checkpoint is incomplete: copy it again, or use another one"
@@ -44,18 +46,18 @@ class TorchDistReader:
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{self.folder / INDEX_FILE} cannot be read ({type(error).__name__}: {error}): {_AGAIN}"
+                f"{self.folder / METADATA_FILE} cannot be read ({type(error).__name__}: {error}): {_AGAIN}"
             ) from error
         wrong = [problem for name, end in sorted(ends.items()) if (problem := _file_problem(self.folder / name, end))]
         if wrong:
             raise CheckpointError(f"{self.folder}: {'; '.join(wrong)}: {_AGAIN}")
         return metadata
 
-    def find(self, candidates: Sequence[Place]) -> Place | None:
+    def find(self, candidates: Sequence[StackPlace]) -> StackPlace | None:
         """The first place whose key is there."""
         return next((place for place in candidates if place.key in self.tensors), None)
 
-    def shape(self, place: Place) -> tuple[int, ...]:
+    def shape(self, place: StackPlace) -> tuple[int, ...]:
         """Shape of what lies at the place, or of the whole tensor when its leading dimensions are not those of the place."""
         whole = tuple(self.tensors[place.key].size)
         return whole[len(place.lead) :] if whole[: len(place.lead)] == place.lead else whole
@@ -64,7 +66,7 @@ class TorchDistReader:
         """Type in which a tensor is stored."""
         return self.tensors[key].properties.dtype
 
-    def read(self, place: Place, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(self, place: StackPlace, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """The tensor at the place, or its rows from `start` to `stop`. Raises CheckpointError when some of it is nowhere."""
         whole = self.tensors[place.key]
         rows, *columns = whole.size[len(place.lead) :]
@@ -99,7 +101,9 @@ class TorchDistReader:
         info = self._places[item.storage_index]
         try:
             with (self.folder / info.relative_path).open("rb") as file:
-                stored = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
+                stored = torch.load(
+                    cast(IO[bytes], _create_file_view(file, info.offset, info.length)), map_location="cpu", weights_only=True
+                )
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             key = item.storage_index.fqn
             raise CheckpointError(f"{self.folder}: {key} cannot be read ({type(error).__name__}: {error}): {_AGAIN}") from error
@@ -138,7 +142,7 @@ class TorchDistWeights(Mapping[str, torch.Tensor]):
         rows = hf_shapes(rule, shape)[part][0]
         return self.reader.read(place, start=part * rows, stop=(part + 1) * rows)
 
-    def _unfused(self, rule: Rule, place: Place) -> list[torch.Tensor]:
+    def _unfused(self, rule: Rule, place: StackPlace) -> list[torch.Tensor]:
         shape = self._table.shape
         return unshard(
             rule.split,
@@ -157,7 +161,7 @@ class TorchDistWeights(Mapping[str, torch.Tensor]):
         rule = self._homes[name]
         return hf_shapes(rule, self._table.shape)[rule.hf.index(name)]
 
-    def _place(self, rule: Rule) -> Place:
+    def _place(self, rule: Rule) -> StackPlace:
         place = self.reader.find(places(rule, self._table))
         if place is None:
             raise CheckpointError(f"{self.reader.folder} does not hold {rule.megatron}")

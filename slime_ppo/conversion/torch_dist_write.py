@@ -25,11 +25,11 @@ from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shapes import hf_shapes, megatron_shape
 from slime_ppo.conversion.shard import shard
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.conversion.torch_dist_folder import COMMON_FILE, FORMAT_FILE, places, stored_rules
+from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE
+from slime_ppo.conversion.torch_dist_folder import places, stored_rules
 from slime_ppo.errors import CheckpointError
 
 _MAX_FILE_BYTES = 8 << 30
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def write_torch_dist(
         FileSystemWriter(folder).finish(_metadata(chunks, empty_objects), [results])
         torch.save({"iteration": iteration}, folder / COMMON_FILE)
         # the mark that Megatron looks for comes last
-        (folder / FORMAT_FILE).write_text(json.dumps(_FORMAT), encoding="utf-8")
+        (folder / BACKEND_FILE).write_text(json.dumps(BACKEND), encoding="utf-8")
     except (OSError, RuntimeError) as error:  # torch.save makes the one into the other
         raise CheckpointError(f"{folder} cannot be written ({error}): make room, or write elsewhere") from error
 
