@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from slime_ppo.config.hf_folder import (
     read_weight_map,
     staging_folders,
 )
+from slime_ppo.conversion.safetensors_stream import PlannedTensor, write_safetensors
 from slime_ppo.errors import CheckpointError
 
 
@@ -95,6 +96,16 @@ class HfWriter:
             raise CheckpointError(f"{self.partial / name} cannot be written ({error}): make room, or save elsewhere") from error
         self._weight_map |= dict.fromkeys(tensors, name)
         self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def stream(
+        self, planned: Mapping[str, PlannedTensor], make: Callable[[str], torch.Tensor], progress: Callable[[int], None]
+    ) -> None:
+        """Add one file with these tensors, each made when its turn comes. Raises CheckpointError when it can't be written."""
+        self._num_files += 1
+        name = part_file(self._num_files)
+        write_safetensors(self.partial / name, planned, make, progress)
+        self._weight_map |= dict.fromkeys(planned, name)
+        self._total_bytes += sum(plan.num_bytes for plan in planned.values())
 
     def discard(self) -> None:
         """Remove what was written."""

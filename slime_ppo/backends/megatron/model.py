@@ -15,6 +15,7 @@ from slime_ppo.backends.megatron.fusions import fusions_of
 from slime_ppo.backends.megatron.rope import llama3_frequencies
 from slime_ppo.backends.megatron.spec import transformer_block_spec
 from slime_ppo.config.model_shape import ModelShape, MoeShape, padded_vocab_size
+from slime_ppo.conversion.check import require_tied
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
@@ -229,7 +230,7 @@ def load_hf_weights(
         optional = frozenset(output_names)
     table.check_hf_names(weights, source=source, optional=optional)
     if not is_critic and optional:
-        _check_tied(table, weights, source)
+        require_tied(table, weights, source)
     wrong: list[str] = []
     for rule, parameter in converted_parameters(models, table, layout):
         if is_critic and rule.hf == head_names and not weights.keys() >= set(head_names):
@@ -261,17 +262,6 @@ def split_place(rule: Rule) -> tuple[int, int]:
             parallel_state.get_expert_tensor_parallel_rank(),
         )
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-
-
-def _check_tied(table: ConversionTable, weights: Mapping[str, torch.Tensor], source: str) -> None:
-    """An output layer that is stored beside the embedding it is tied to must equal it: transformers would untie the two."""
-    (output,) = table.family.output_layer.hf
-    (embedding,) = table.rule("embedding.word_embeddings.weight", 0).hf
-    if output in weights and not torch.equal(weights[output], weights[embedding]):
-        raise ConversionError(
-            f"{source}: config.json has tie_word_embeddings true, but {output} differs from {embedding}. Set "
-            "tie_word_embeddings to false, or save the model again"
-        )
 
 
 def _misshapen(rule: Rule, parts: Sequence[torch.Tensor], parameter: torch.Tensor, shape: ModelShape, tp_size: int) -> list[str]:
