@@ -51,6 +51,8 @@ def _of_the_estimator(config: Config) -> Iterator[tuple[str, str]]:
             yield "ppo.adaptive_lambd", needed
             if not ppo.estimator_spec.uses_token_rewards:
                 yield "ppo.gamma", "an --advantage-estimator that reads token rewards (gae, reinforce_plus_plus)"
+    elif config.critic.init_value_head != "normal":
+        yield "critic.init_value_head_std", "--init-value-head normal"
     if ppo.advantage_estimator in ADVANTAGE_ESTIMATORS.entries and ppo.advantage_estimator != "grpo":
         yield "ppo.grpo_std_normalization", "--advantage-estimator grpo"
     if not ppo.estimator_spec.uses_groups:

@@ -22,11 +22,12 @@ from slime_ppo.orchestration.engine_settings import engine_settings, external_se
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
-from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles
+from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import import_megatron
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
@@ -156,6 +157,17 @@ class LocalTrainGroup:
 
     def publish_hf(self, folder: str) -> None:
         check_first(self._call("weights to a folder", "publish_hf", self.role, os.path.abspath(folder), self._bucket_bytes))
+
+    def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        check_saved(self._call("saving a checkpoint", "save_checkpoint", self.role, os.path.abspath(folder), in_background))
+
+    def finish_save(self) -> None:
+        check_saved(self._call("saving a checkpoint", "finish_save", self.role))
+
+    def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
+        arguments = (self.role, os.path.abspath(folder), with_optimizer)
+        report: LoadReport = self._call("loading a checkpoint", "load_checkpoint", *arguments)[0]
+        return report
 
     def share_bucket(self, bucket: Bucket) -> list[str]:
         return self._call("weights in shared memory", "share_bucket", self.role, bucket)

@@ -25,6 +25,7 @@ from slime_ppo.rollout_source import GeneratedRollouts, RolloutSource, rollout_s
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support, one_version
 from slime_ppo.types.stats import Stats
@@ -95,6 +96,16 @@ class RecordingRole:
 
     def save_hf(self, folder: str) -> None:
         self.journal.append(f"save {self.name} in {folder}")
+
+    def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        self.journal.append(f"checkpoint of {self.name} in {folder}{' in the background' if in_background else ''}")
+
+    def finish_save(self) -> None:
+        self.journal.append(f"finish the checkpoint of {self.name}")
+
+    def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
+        self.journal.append(f"load {self.name} from {folder}{' with its optimizer' if with_optimizer else ''}")
+        return LoadReport(with_optimizer, restored_rng=with_optimizer)
 
 
 class RecordingSideBySide:

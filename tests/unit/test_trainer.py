@@ -137,7 +137,7 @@ def test_collect_engine_that_missed_a_push_is_an_error() -> None:
 def test_run_saves_both_roles_at_the_end_each_in_its_own_turn() -> None:
     parts = run(Parts(small(run__num_rollout=1, model__save_hf=True, critic__save="critic-folder")))
     end = parts.journal[parts.journal.index("log") + 1 :]
-    assert end == ["save actor in run-folder/hf", "offload actor", "wake critic", "save critic in critic-folder"]
+    assert end == ["save actor in run-folder/hf", "offload actor", "wake critic", "save critic in critic-folder/hf"]
     assert not any("save" in line for line in run(Parts(small(run__num_rollout=1))).journal)
 
 
