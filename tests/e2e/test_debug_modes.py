@@ -20,7 +20,7 @@ def test_training_on_the_rollouts_of_another_run_gives_its_metrics_and_weights(
     assert code == 0, output
     assert f"note: Trains on the rollouts of {whole}/dumps; no engine is started." in output
     assert metrics_of(save) == metrics_of(whole)
-    for role in ("hf", "critic"):
+    for role in ("hf", "critic/hf"):
         assert (save / role / "model.safetensors").read_bytes() == (whole / role / "model.safetensors").read_bytes()
     for name in ("rollout_0000000.npz", "rollout_0000003.npz"):
         own, other = read_dump(save / "dumps" / name), read_dump(whole / "dumps" / name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
 from slime_ppo.rollout.dump import RolloutDump, RolloutHeader, TrainingDump, write_dump
@@ -13,7 +14,7 @@ from tests.helpers.configs import make_config, write_model_folder
 from tests.helpers.rollout_samples import make_training, plain_samples
 from tools import replay_step
 from tools.layouts import replay
-from tools.layouts.replay import Layout, Replayed, Tolerance, config_of, laid_out, step_error
+from tools.layouts.replay import Comparison, Layout, Replayed, Start, Tolerance, config_of, laid_out, step_error
 
 
 @pytest.fixture
@@ -55,15 +56,16 @@ class Pool:
         return [{role: Replayed(steps, fit=0.2 if role == "critic" else 0.0) for role in kwargs["folders"]}]
 
 
-def compare(monkeypatch: pytest.MonkeyPatch, folder: str, pool: Pool) -> bool:
-    """Whether two layouts agree, with training of two steps."""
+def compare(monkeypatch: pytest.MonkeyPatch, folder: str, pool: Pool) -> Comparison:
+    """Two layouts of two steps."""
     monkeypatch.setattr(
         replay, "weights_difference", lambda first, own: pool.weight if own != first and own.endswith("actor") else 0.0
     )
     training = make_training(plain_samples())
-    one = config_of(dump(folder, training), Path("dumps/x.npz"), {"actor": folder})
+    starts: dict[RoleName, Start] = {"actor": Start.of(folder), "critic": Start.of(folder)}
+    one = config_of(dump(folder, training), Path("dumps/x.npz"), starts)
     configs = {name: replay.checked(one, Layout.parse(name), ["actor", "critic"]) for name in ("1", "tp2-dp2")}
-    return replay.replay(pool, configs, training, ["actor", "critic"], Tolerance(1e-3, 0.1))
+    return replay.replay(pool, configs, training, starts, with_optimizer=False)
 
 
 def test_layout_is_sizes_by_name_and_experts_are_split_like_the_rest_unless_said() -> None:
@@ -78,7 +80,9 @@ def test_layout_is_sizes_by_name_and_experts_are_split_like_the_rest_unless_said
 
 def test_config_of_a_run_on_gpus_is_laid_out_on_this_cpu_with_both_roles_alike(folder: str) -> None:
     one = config_of(
-        dump(folder, None, batch__use_dynamic_batch_size=True, batch__max_tokens_per_gpu=99), Path("d/x.npz"), {"actor": folder}
+        dump(folder, None, batch__use_dynamic_batch_size=True, batch__max_tokens_per_gpu=99),
+        Path("d/x.npz"),
+        {"actor": Start.of(folder)},
     )
     found: Config = replay.checked(one, Layout.parse("tp2-dp2-mbs1"), ["actor", "critic"])
     assert found.role("actor").layout == found.role("critic").layout
@@ -100,15 +104,12 @@ def test_replay_agrees_within_the_tolerances_of_metrics_and_of_weights(
 ) -> None:
     """A loss of 2, and two steps of the actor, whose largest learning rate is 1/3."""
     pool = Pool(metric, 2 * weight / 3)
-    assert compare(monkeypatch, folder, pool) is agrees
+    assert compare(monkeypatch, folder, pool).agrees(Tolerance(1e-3, 0.1)) is agrees
     assert pool.worlds == [1, 4]
 
 
-def test_replay_prints_a_row_per_step_and_whether_the_weights_fit(
-    monkeypatch: pytest.MonkeyPatch, folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compare(monkeypatch, folder, Pool(metric=1e-3))
-    lines = capsys.readouterr().out.splitlines()
+def test_replay_prints_a_row_per_step_and_whether_the_weights_fit(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    lines = compare(monkeypatch, folder, Pool(metric=1e-3)).text().splitlines()
     assert lines[0] == "actor: old log-probs before the first step differ from the file's by at most 0.0e+00"
     assert lines[1].endswith("at most 2.0e-01: these are not the weights that the rollout started from")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
@@ -127,6 +128,7 @@ def test_step_error_of_other_metrics_or_nan_is_infinite() -> None:
     [
         ((), "nothing to replay: give --weights, --critic-weights, or both"),
         (("--weights", "nowhere"), "nowhere: no such folder"),
+        (("--weights", "{folder}", "--with-optimizer"), "--with-optimizer needs torch_dist checkpoints"),
         (("--weights", "{folder}", "--layouts", "1", "tp3"), "layout tp3: --tensor-model-parallel-size 3 of the actor does not"),
     ],
 )
