@@ -11,7 +11,9 @@ from pathlib import Path
 from slime_ppo.config.checks import check_config, check_model_shape
 from slime_ppo.config.cli import merge_settings
 from slime_ppo.config.critic import CriticConfig
+from slime_ppo.config.critic_start import CriticStart
 from slime_ppo.config.debug import DebugConfig
+from slime_ppo.config.hf_folder import check_weight_files
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
@@ -25,7 +27,7 @@ TIMEOUT_S = 3600.0
 _SIZES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp", "mbs")
 _FLOOR = 0.1
 _FITS = 0.05  # bfloat16 on another layout moves a log-prob by a few hundredths
-_HEAD = ("role", "layout", "step", "loss", "grad norm", "off by", "weights")
+_HEAD: tuple[str, ...] = ("role", "layout", "step", "loss", "grad norm", "off by", "weights")
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,15 @@ class Layout:
     def parse(text: str) -> "Layout":
         """Raises ConfigError for a text that is no list of sizes."""
         sizes = dict.fromkeys(_SIZES[:-1], 1)
-        if text != "1":
-            for part in text.split("-"):
-                found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
-                if found is None or found[1] not in _SIZES:
-                    raise ConfigError(
-                        f"--layouts {text}: {part!r} is no size, expected some of {', '.join(_SIZES)} with a number, as in "
-                        "tp2-dp2, or 1"
-                    )
-                sizes[found[1]] = int(found[2])
-            if "etp" not in text:
-                sizes["etp"] = sizes["tp"]
-        return Layout(text, sizes)
+        for part in text.removeprefix("1-").split("-") if text != "1" else ():
+            found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
+            if found is None or found[1] not in _SIZES:
+                known = ", ".join(_SIZES)
+                raise ConfigError(
+                    f"--layouts {text}: {part!r} is no size, expected some of {known} with a number, as in tp2-dp2, or 1"
+                )
+            sizes[found[1]] = int(found[2])
+        return Layout(text, sizes if "etp" in text else sizes | {"etp": sizes["tp"]})
 
     @property
     def num_ranks(self) -> int:
@@ -74,15 +73,39 @@ class Tolerance:
     weights: float
 
 
-def config_of(dump: RolloutDump, file: Path, weights: Mapping[RoleName, str]) -> Config:
-    """The config of the file's run, on this CPU and without an engine, with roles that start from `weights`."""
+@dataclass(frozen=True)
+class Start:
+    """Where a role's weights come from: a Hugging Face folder, or a torch_dist checkpoint and the folder that explains it."""
+
+    hf_folder: str
+    checkpoint: str | None
+
+    @staticmethod
+    def of(folder: str) -> "Start":
+        """Raises CheckpointError for a folder that is neither, or not whole."""
+        found = CriticStart.of(folder)  # of any role
+        ModelShape.from_hf_folder(found.hf_folder)
+        if found.checkpoint is None:
+            check_weight_files(found.hf_folder)
+        return Start(str(found.hf_folder), None if found.checkpoint is None else str(found.checkpoint))
+
+
+def config_of(dump: RolloutDump, file: Path, starts: Mapping[RoleName, Start]) -> Config:
+    """The config of the file's run, on this CPU and without an engine, with roles that start from `starts`."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as resolved:
         resolved.write(dump.header.config)
         resolved.flush()
         config, _ = merge_settings(read_config_file(resolved.name))
-    actor = weights.get("actor", config.model.hf_checkpoint)
-    model = replace(config.model, hf_checkpoint=actor, transformer_impl="auto")
-    critic = CriticConfig(load=weights.get("critic"), lr=config.critic.lr, clip_grad=config.critic.clip_grad)
+    folders = {role: start.hf_folder for role, start in starts.items()}
+    model = replace(config.model, hf_checkpoint=folders.get("actor", config.model.hf_checkpoint), transformer_impl="auto")
+    own = config.critic
+    critic = CriticConfig(
+        load=folders.get("critic"),
+        lr=own.lr,
+        clip_grad=own.clip_grad,
+        init_value_head=own.init_value_head,
+        init_value_head_std=own.init_value_head_std,
+    )
     cluster = replace(config.cluster, device="cpu", launcher="local", num_threads_per_rank=1)
     debug = DebugConfig(debug_train_only=True, load_debug_rollout_data=str(file.parent))
     return replace(config, model=model, critic=critic, cluster=cluster, debug=debug)
@@ -121,12 +144,12 @@ def checked(config: Config, layout: Layout, roles: Sequence[RoleName]) -> Config
     return found
 
 
-def training_of(dump: RolloutDump, weights: Mapping[RoleName, str], num_steps: int | None) -> TrainingDump:
+def training_of(dump: RolloutDump, roles: Sequence[RoleName], num_steps: int | None) -> TrainingDump:
     """What is replayed. Raises DataError when the file has not got that far, or its run did not train a role."""
     training = dump.training
     if training is None:
         raise DataError("the file holds samples only: it was saved before training had made its columns, or nothing was trained")
-    for role in weights:
+    for role in roles:
         if role not in training.learning_rates:
             raise DataError(f"the run did not train the {role} in rollout {dump.header.rollout_id}: leave its weights out")
     steps = training.plan.steps[:num_steps]
@@ -135,40 +158,67 @@ def training_of(dump: RolloutDump, weights: Mapping[RoleName, str], num_steps: i
 
 
 def replay(
-    pool: Pool, configs: Mapping[str, Config], training: TrainingDump, roles: Sequence[RoleName], tolerance: Tolerance
-) -> bool:
-    """Run all layouts and print the table. True when all agree with the first one."""
+    pool: Pool, configs: Mapping[str, Config], training: TrainingDump, starts: Mapping[RoleName, Start], *, with_optimizer: bool
+) -> "Comparison":
+    """Run all layouts. `with_optimizer`: the optimizers go on from the checkpoints, too."""
     found: dict[str, dict[RoleName, Replayed]] = {}
     moved: dict[tuple[str, RoleName], float] = {}
+    checkpoints = {role: start.checkpoint for role, start in starts.items()}
     with tempfile.TemporaryDirectory(prefix="replay_") as scratch:
         for number, (name, config) in enumerate(configs.items()):
             print(f"layout {name} ...", file=sys.stderr, flush=True)
-            folders = {role: f"{scratch}/{number}/{role}" for role in roles}
+            folders = {role: f"{scratch}/{number}/{role}" for role in starts}
             given = {"config": config, "training": training, "folders": folders}
+            given |= {"checkpoints": checkpoints, "with_optimizer": with_optimizer}
             found[name] = pool.run(f"{RANKS}:replay", world=config.role("actor").num_ranks, timeout_s=TIMEOUT_S, **given)[0]
             for role, folder in folders.items():
                 moved[name, role] = weights_difference(f"{scratch}/0/{role}", folder) / max(training.learning_rates[role])
-    first = next(iter(found.values()))
-    rows: list[tuple[str, ...]] = [_HEAD]
-    agrees = True
-    for role in roles:
-        what = "old log-probs" if role == "actor" else "values"
-        note = "" if first[role].fit < _FITS else ": these are not the weights that the rollout started from"
-        print(f"{role}: {what} before the first step differ from the file's by at most {first[role].fit:.1e}{note}")
-        for name, one in found.items():
-            errors = [step_error(own, other) for own, other in zip(one[role].steps, first[role].steps, strict=True)]
-            agrees &= max(errors) <= tolerance.metrics and moved[name, role] <= tolerance.weights * len(errors)
-            rows += _rows(role, name, one[role], errors, moved=moved[name, role])
-    print(as_text(rows))
-    return agrees
+    return Comparison(found, moved)
 
 
-def _rows(role: RoleName, layout: str, one: Replayed, errors: Sequence[float], *, moved: float) -> Iterator[tuple[str, ...]]:
-    """One row per step; the weights stand in the last one. A step that was skipped has no loss."""
-    loss = "loss" if role == "actor" else "value_loss"
-    for index, (step, error) in enumerate(zip(one.steps, errors, strict=True)):
-        numbers = [f"{step[name]:.6f}" if name in step else "skipped" for name in (loss, "grad_norm")]
-        yield role, layout, str(index), *numbers, f"{error:.1e}", f"{moved:.1e}" if index == len(errors) - 1 else ""
+@dataclass(frozen=True)
+class Comparison:
+    """What was found by layout and role, the first layout first; `moved` is the largest difference of a weight after the last step
+    from the first layout's, in largest learning rates."""
+
+    found: Mapping[str, Mapping[RoleName, Replayed]]
+    moved: Mapping[tuple[str, RoleName], float]
+
+    @property
+    def first(self) -> Mapping[RoleName, Replayed]:
+        return next(iter(self.found.values()))
+
+    def errors(self, layout: str, role: RoleName) -> list[float]:
+        """`step_error` of each step."""
+        pairs = zip(self.found[layout][role].steps, self.first[role].steps, strict=True)
+        return [step_error(own, other) for own, other in pairs]
+
+    def agrees(self, tolerance: Tolerance) -> bool:
+        """True when no layout is beyond the tolerance."""
+        return all(
+            max(errors := self.errors(layout, role)) <= tolerance.metrics
+            and self.moved[layout, role] <= tolerance.weights * len(errors)
+            for layout, role in self.moved
+        )
+
+    def text(self) -> str:
+        """Whether the weights fit the file, and a table with a row per step."""
+        lines, rows = [], [_HEAD]
+        for role, first in self.first.items():
+            what = "old log-probs" if role == "actor" else "values"
+            note = "" if first.fit < _FITS else ": these are not the weights that the rollout started from"
+            lines.append(f"{role}: {what} before the first step differ from the file's by at most {first.fit:.1e}{note}")
+            for layout in self.found:
+                rows += self._rows(layout, role)
+        return "\n".join([*lines, as_text(rows)])
+
+    def _rows(self, layout: str, role: RoleName) -> Iterator[tuple[str, ...]]:
+        """The weights stand in the last row. A step that was skipped has no loss."""
+        steps, loss = self.found[layout][role].steps, "loss" if role == "actor" else "value_loss"
+        for index, (step, error) in enumerate(zip(steps, self.errors(layout, role), strict=True)):
+            numbers = [f"{step[name]:.6f}" if name in step else "skipped" for name in (loss, "grad_norm")]
+            moved = f"{self.moved[layout, role]:.1e}" if index == len(steps) - 1 else ""
+            yield role, layout, str(index), *numbers, f"{error:.1e}", moved
 
 
 def step_error(own: Mapping[str, float], first: Mapping[str, float]) -> float:

@@ -21,13 +21,27 @@ from slime_ppo.types.stats import merge_stats  # noqa: E402
 from tools.layouts.replay import Replayed  # noqa: E402
 
 
-def replay(config: Config, training: TrainingDump, folders: Mapping[RoleName, str]) -> dict[RoleName, Replayed]:
-    """Train the roles of `folders`, which say where their weights are saved, as `config` lays them out. Collective."""
-    return {name: _replay_role(config, training, name, folder) for name, folder in folders.items()}
+def replay(
+    config: Config,
+    training: TrainingDump,
+    folders: Mapping[RoleName, str],
+    checkpoints: Mapping[RoleName, str | None],
+    with_optimizer: bool,
+) -> dict[RoleName, Replayed]:
+    """Train the roles of `folders`, which say where their weights are saved, as `config` lays them out, from `checkpoints` where
+    they have one. Collective."""
+    found = {}
+    for name, folder in folders.items():
+        role, checkpoint = _started(config, name, checkpoints[name]), checkpoints[name]
+        if with_optimizer and checkpoint is not None:
+            role.load_checkpoint(checkpoint, with_optimizer=True)
+        found[name] = _replay_role(role, training, name)
+        role.save_hf(folder, config.rollout.weight_bucket_bytes)
+    return found
 
 
-def _replay_role(config: Config, training: TrainingDump, name: RoleName, folder: str) -> Replayed:
-    role, batch = _started(config, name), training.batch
+def _replay_role(role: RankRole, training: TrainingDump, name: RoleName) -> Replayed:
+    batch = training.batch
     if name == "actor":
         column, (part, _) = "old_log_probs", role.compute_log_probs(batch)
     else:
@@ -36,15 +50,15 @@ def _replay_role(config: Config, training: TrainingDump, name: RoleName, folder:
     off = np.abs(getattr(made, column) - getattr(batch, column))
     stats = role.train(batch, training.plan, training.learning_rates[name])
     per_rank = gather_objects(stats, dist.group.WORLD)
-    role.save_hf(folder, config.rollout.weight_bucket_bytes)
     steps = [merge_stats(step).result() for step in zip(*per_rank, strict=True)]
     return Replayed(steps, float(np.where(batch.loss_mask, off, 0.0).max(initial=0.0)))
 
 
-def _started(config: Config, name: RoleName) -> RankRole:
+def _started(config: Config, name: RoleName, checkpoint: str | None) -> RankRole:
     """The role on this rank. The file has the reference's log-probs, so that no reference is needed."""
     settings = worker_settings(config, name, init_method=STANDING_GROUP, device="cpu")[dist.get_rank()]
-    settings = replace(settings, model=replace(settings.model, ref_folder=None), starts_offloaded=False)
+    model = replace(settings.model, ref_folder=None, checkpoint_folder=checkpoint)
+    settings = replace(settings, model=model, starts_offloaded=False)
     role = RankRole()
     if name == "actor":
         role.start_actor(settings, config.ppo, config.correction, config.rollout.rollout_temperature)
