@@ -51,6 +51,23 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         check(checked)
 
 
+def check_sft_config(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
+    """`check_config` of supervised fine-tuning."""
+    given = dict.fromkeys(OPTION_BY_KEY, "default") | dict(origins) if origins else {}
+    checked = Checked(config, given, config.values())
+    for check in (
+        _check_bounds,
+        check_layout,
+        check_execution,
+        _check_transformer_impl,
+        _check_sft,
+        _check_micro_batch,
+        _check_schedule,
+        _check_load,
+    ):
+        check(checked)
+
+
 def check_engine_support(config: Config, *, returns_support: bool) -> None:
     """Refuse top-k, top-p and min-p for an engine that does not return the support it sampled from (SEMANTICS 2)."""
     checked = Checked(config, {}, config.values())
@@ -84,7 +101,8 @@ def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor
 def _check_lengths(config: Config, shape: ModelShape, folder: str) -> None:
     """No sample may be longer than the model's positions, nor than its attention window: up to there a window hides nothing."""
     prompt = config.data.rollout_max_prompt_len
-    lengths = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
+    flag = "--max-response-len" if config.objective == "sft" else "--rollout-max-response-len"
+    lengths = {flag: config.rollout.rollout_max_response_len}
     if config.eval.eval_interval:
         lengths["--eval-max-response-len"] = config.eval_max_response_len
     limits = [(shape.max_position_embeddings, "positions (max_position_embeddings)")]
@@ -178,6 +196,20 @@ def _check_batch(checked: Checked) -> None:
                 f"{checked.cite('batch.global_batch_size')} is not a multiple of the {dp_size} data-parallel ranks of the {role} "
                 f"({_shared_ranks(config.role(role))}). {fix}"
             )
+
+
+def _check_sft(checked: Checked) -> None:
+    config, batch = checked.config, checked.config.batch.global_batch_size
+    actor = config.role("actor")
+    if batch % actor.dp_size:
+        raise ConfigError(
+            f"{checked.cite('batch.global_batch_size')} is not a multiple of the {actor.dp_size} data-parallel ranks "
+            f"({_shared_ranks(actor)}). Use --global-batch-size {-(-batch // actor.dp_size) * actor.dp_size}"
+        )
+    if config.sft.eval_interval > 0 and config.sft.eval_data is None:
+        raise ConfigError(
+            f"{checked.cite('sft.eval_interval')} needs --eval-data: a file of held-out examples. Give one, or leave it out"
+        )
 
 
 def _shared_ranks(settings: RoleSettings) -> str:

@@ -1,9 +1,9 @@
 """`Config`: all sections, and the numbers that follow from more than one of them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from slime_ppo.config.batch import BatchConfig
 from slime_ppo.config.checkpoint import CheckpointConfig
@@ -23,10 +23,12 @@ from slime_ppo.config.reward import RewardConfig
 from slime_ppo.config.roles import ROLE_NAMES, RoleName, RoleSettings
 from slime_ppo.config.rollout import SGLANG_MAX_TOP_K, RolloutConfig
 from slime_ppo.config.run import RunConfig
+from slime_ppo.config.sft import SftConfig
 from slime_ppo.config.sglang import SglangConfig
 from slime_ppo.config.tracking import TrackingConfig
 
 Number = TypeVar("Number", int, float)
+Objective = Literal["ppo", "sft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    objective: Objective = "ppo"
 
     @property
     def saves_checkpoints(self) -> bool:
@@ -67,8 +71,8 @@ class Config:
 
     @property
     def generates(self) -> bool:
-        """False when rollouts come from files (--debug-train-only): no engine is started, and nothing is evaluated."""
-        return not self.debug.debug_train_only
+        """False when rollouts come from files (--debug-train-only) and in supervised fine-tuning: no engine is started, and nothing is evaluated."""
+        return not self.debug.debug_train_only and self.objective == "ppo"
 
     @property
     def has_critic(self) -> bool:
@@ -193,12 +197,21 @@ class Config:
         return _actor(self) if name == "actor" else _critic(self)
 
     def values(self) -> dict[str, Value]:
-        """Every value under its `section.field`, in the order of OPTIONS."""
-        return {f"{section}.{name}": value for section, block in asdict(self).items() for name, value in block.items()}
+        """Every value under its `section.field`, in the order of OPTIONS; in supervised fine-tuning those of its section, too."""
+        options = OPTIONS if self.objective == "ppo" else OPTION_BY_KEY.values()
+        return {spec.key: self.value(spec) for spec in options}
+
+    def value(self, spec: OptionSpec) -> Value:
+        """The value of one option."""
+        found: Value = getattr(getattr(self, spec.section), spec.name)
+        return found
 
     def to_yaml(self) -> str:
         """All values, nested by section; reading it again gives an equal Config."""
-        return yaml_text(asdict(self))
+        nested: dict[str, dict[str, Value]] = {}
+        for spec in OPTIONS if self.objective == "ppo" else SFT_OPTIONS:
+            nested.setdefault(spec.section, {})[spec.name] = self.value(spec)
+        return yaml_text(nested)
 
 
 def _shared(config: Config, planned_steps: int) -> dict[str, Any]:
@@ -267,6 +280,41 @@ def _critic(config: Config) -> RoleSettings:
 
 
 # in the order of Config
-SECTIONS: Mapping[str, type] = {one.name: one.type for one in fields(Config) if isinstance(one.type, type)}
-OPTIONS: tuple[OptionSpec, ...] = tuple(spec for name, declared in SECTIONS.items() for spec in section_options(name, declared))
-OPTION_BY_KEY: Mapping[str, OptionSpec] = {spec.key: spec for spec in OPTIONS}
+_ALL_SECTIONS: Mapping[str, type] = {one.name: one.type for one in fields(Config) if isinstance(one.type, type)}
+SECTIONS: Mapping[str, type] = {name: declared for name, declared in _ALL_SECTIONS.items() if name != "sft"}
+OPTION_BY_KEY: Mapping[str, OptionSpec] = {
+    spec.key: spec for name, declared in _ALL_SECTIONS.items() for spec in section_options(name, declared)
+}
+OPTIONS: tuple[OptionSpec, ...] = tuple(spec for spec in OPTION_BY_KEY.values() if spec.section in SECTIONS)
+
+# of supervised fine-tuning: the sections it shares with PPO, without the options that it has no use for, and its own
+SFT_SECTIONS: Mapping[str, type] = {
+    name: _ALL_SECTIONS[name]
+    for name in (
+        *("run", "checkpoint", "model", "data", "sft", "batch", "optimizer", "parallel", "recompute", "cluster", "tracking"),
+    )
+}
+_NOT_OF_SFT = ("model.ref_load", "data.label_key", "batch.partial_step", "cluster.colocate", "cluster.offload")
+_NOT_OF_SFT += ("tracking.log_sample_interval", "tracking.num_logged_samples")
+_SFT_HELP = {
+    "run.num_rollout": "total number of batches of the run, one optimizer step each",
+    "data.prompt_data": "training file: JSON Lines (one object a line), or parquet where the name ends in .parquet; some of its "
+    "rows, counted from 0, as path@[start:end]",
+}
+SFT_OPTIONS: tuple[OptionSpec, ...] = tuple(
+    replace(spec, help=_SFT_HELP[spec.key]) if spec.key in _SFT_HELP else spec
+    for section in SFT_SECTIONS
+    for spec in OPTION_BY_KEY.values()
+    if spec.section == section and spec.key not in _NOT_OF_SFT
+)
+
+
+def sft_config(sections: Mapping[str, Any]) -> Config:
+    """Supervised fine-tuning as its sections say. To everything that it shares with PPO it is a run without engine and critic,
+    whose rollouts are the batches of the file, each of one optimizer step."""
+    batch, sft = sections["batch"], sections["sft"]
+    rollout = RolloutConfig(
+        rollout_batch_size=batch.global_batch_size, n_samples_per_prompt=1, rollout_max_response_len=sft.max_response_len
+    )
+    own = {**sections, "cluster": replace(sections["cluster"], offload=False)}  # one role shares its devices with nobody
+    return Config(**own, rollout=rollout, ppo=PpoConfig(advantage_estimator="grpo"), objective="sft")

@@ -4,13 +4,13 @@ The file is read as nodes, not objects: every key and value keeps its line, a do
 Paths in a file are relative to the current directory, as on the command line.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import yaml
 
 from slime_ppo.config.fields import OptionSpec, Value, nearest
-from slime_ppo.config.root import OPTIONS, SECTIONS
+from slime_ppo.config.root import OPTIONS
 from slime_ppo.errors import ConfigError
 
 _NULL, _TEXT = "tag:yaml.org,2002:null", "tag:yaml.org,2002:str"
@@ -26,8 +26,8 @@ class Setting:
     origin: str
 
 
-def read_config_file(path: str) -> list[Setting]:
-    """The settings of one YAML file, in its order.
+def read_config_file(path: str, options: Sequence[OptionSpec] = OPTIONS) -> list[Setting]:
+    """The settings of one YAML file, in its order; it may set `options`.
 
     Raises ConfigError, with file and line, for a file that cannot be read, broken YAML, an unknown or doubled key, a key in
     the wrong section, and a value of the wrong type or out of bounds.
@@ -37,9 +37,13 @@ def read_config_file(path: str) -> list[Setting]:
         return []
     settings = []
     for where, section, block in _pairs(root, path, "the file"):
-        if section not in SECTIONS:
-            raise ConfigError(f"{where}: unknown section {section!r}. {_section_hint(section)}")
-        settings += [_setting(where, section, key, node) for where, key, node in _pairs(block, path, f"section {section}")]
+        specs = {spec.name: spec for spec in options if spec.section == section}
+        if not specs:
+            raise ConfigError(f"{where}: unknown section {section!r}. {_section_hint(section, options)}")
+        for place, key, value in _pairs(block, path, f"section {section}"):
+            if key not in specs:
+                raise ConfigError(f"{place}: unknown key {key!r} in section {section}. {_key_hint(section, key, options)}")
+            settings.append(_setting(place, specs[key], value))
     return settings
 
 
@@ -80,11 +84,7 @@ def _pairs(node: yaml.Node, path: str, what: str) -> Iterator[tuple[str, str, ya
         yield f"{path}:{line}", key, value_node
 
 
-def _setting(where: str, section: str, key: str, node: yaml.Node) -> Setting:
-    specs = {spec.name: spec for spec in OPTIONS if spec.section == section}
-    if key not in specs:
-        raise ConfigError(f"{where}: unknown key {key!r} in section {section}. {_key_hint(section, key)}")
-    spec = specs[key]
+def _setting(where: str, spec: OptionSpec, node: yaml.Node) -> Setting:
     try:
         value = _convert(spec, node)
     except ValueError:
@@ -130,28 +130,29 @@ def _quote_hint(spec: OptionSpec, node: yaml.Node) -> str:
     return " Write the value without quotes." if node.style is not None else ""
 
 
-def _section_hint(name: str) -> str:
-    homes = [spec for spec in OPTIONS if name in (spec.name, spec.flag[2:], spec.flag[2:].replace("-", "_"))]
+def _section_hint(name: str, options: Sequence[OptionSpec]) -> str:
+    homes = [spec for spec in options if name in (spec.name, spec.flag[2:], spec.flag[2:].replace("-", "_"))]
     if homes:
         return f"It is a key of section {homes[0].section}: write it as {homes[0].name} under `{homes[0].section}:`."
-    near = nearest(name, SECTIONS)
-    return (f"Did you mean {near!r}? " if near else "") + f"Sections are {', '.join(SECTIONS)}."
+    sections = list(dict.fromkeys(spec.section for spec in options))
+    near = nearest(name, sections)
+    return (f"Did you mean {near!r}? " if near else "") + f"Sections are {', '.join(sections)}."
 
 
-def _key_hint(section: str, key: str) -> str:
+def _key_hint(section: str, key: str, options: Sequence[OptionSpec]) -> str:
     plain = key.replace("-", "_")
-    homes = [spec for spec in OPTIONS if plain in (spec.name, spec.flag[2:].replace("-", "_"))]
+    homes = [spec for spec in options if plain in (spec.name, spec.flag[2:].replace("-", "_"))]
     here = [spec for spec in homes if spec.section == section]
     if here:
         return f"Did you mean {here[0].name!r}?"
     if homes:
         return f"It belongs to section {homes[0].section}: write it as {homes[0].name} under `{homes[0].section}:`."
-    names = {spec.name: spec for spec in OPTIONS if spec.section == section}
+    names = {spec.name: spec for spec in options if spec.section == section}
     near = nearest(plain, names)
     if near:
         return f"Did you mean {near!r}? ({names[near].help})"
-    elsewhere = nearest(plain, [spec.name for spec in OPTIONS])
+    elsewhere = nearest(plain, [spec.name for spec in options])
     if elsewhere:
-        [home, *_] = [spec for spec in OPTIONS if spec.name == elsewhere]
+        [home, *_] = [spec for spec in options if spec.name == elsewhere]
         return f"Did you mean {elsewhere!r} of section {home.section}?"
     return f"Keys of this section are {', '.join(names)}."

@@ -24,7 +24,7 @@ from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel,
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
 from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import import_megatron
-from slime_ppo.orchestration.worker_settings import worker_settings
+from slime_ppo.orchestration.worker_settings import role_start, worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
 from slime_ppo.types.load_report import LoadReport
@@ -283,12 +283,11 @@ class LocalLauncher:
 
     def _start_roles(self, device: DeviceKind, log_dir: str) -> dict[RoleName, LocalTrainGroup]:
         config = self._config
-        actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
+        settings = {role: worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles}
         ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
-        temperature = config.rollout.rollout_temperature
-        ranks.call("actor start-up", "start_actor", actor, config.ppo, config.correction, temperature)
-        for settings in critic:
-            ranks.call("critic start-up", "start_critic", settings, config.ppo)
+        for role, of_ranks in settings.items():
+            method, arguments = role_start(config, role)
+            ranks.call(f"{role} start-up", method, of_ranks, *arguments)
         numbers = count()
         bucket_bytes = config.rollout.weight_bucket_bytes
         sync_timeout_s = config.rollout.weight_sync_timeout_s

@@ -124,6 +124,10 @@ class LocalRank:
         self._roles["critic"] = RankRole()
         self._roles["critic"].start_critic(ranks[self._channel.place.rank], ppo)
 
+    def start_sft(self, ranks: Sequence[WorkerSettings]) -> None:
+        self._roles["actor"] = RankRole()
+        self._roles["actor"].start_sft(ranks[self._channel.place.rank])
+
     def put(self, number: int, batch: RolloutBatch) -> None:
         """Keep a rollout as `number`; those of before are not needed any more."""
         self.batches = {number: batch}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from slime_ppo.backends.megatron.actor import ActorRole
     from slime_ppo.backends.megatron.critic import CriticRole
     from slime_ppo.backends.megatron.export import WeightExporter
+    from slime_ppo.backends.megatron.sft import SftRole
 
 
 def import_megatron(device: DeviceKind) -> None:
@@ -33,15 +34,16 @@ def import_megatron(device: DeviceKind) -> None:
     from slime_ppo.backends.megatron.device import prepare_megatron
 
     prepare_megatron(device)
-    from slime_ppo.backends.megatron import actor, critic  # noqa: F401
+    from slime_ppo.backends.megatron import actor, critic, sft  # noqa: F401
 
 
 class RankRole:
-    """The actor or the critic of this rank, once it was started as one. All ranks of the role are called together."""
+    """The actor, of PPO or of SFT, or the critic of this rank, once it was started as one. All ranks of the role are called together."""
 
     def __init__(self) -> None:
-        self._started: ActorRole | CriticRole | None = None
-        self._actor: ActorRole | None = None
+        self._started: ActorRole | CriticRole | SftRole | None = None
+        self._actor: ActorRole | SftRole | None = None
+        self._judge: ActorRole | CriticRole | None = None
         self._exporter: WeightExporter | None = None
         self._engine_group: EngineGroup | None = None
         self._shared: torch.Tensor | None = None
@@ -50,25 +52,34 @@ class RankRole:
         """Join the other ranks and build the policy."""
         from slime_ppo.backends.megatron.actor import ActorRole
 
-        self._started = self._actor = ActorRole(settings, ppo, correction, temperature)
+        self._started = self._actor = self._judge = ActorRole(settings, ppo, correction, temperature)
         self._build_exporter()
 
     def start_critic(self, settings: WorkerSettings, ppo: PpoConfig) -> None:
         """Join the other ranks and build the value function."""
         from slime_ppo.backends.megatron.critic import CriticRole
 
-        self._started = CriticRole(settings, ppo)
+        self._started = self._judge = CriticRole(settings, ppo)
+        self._build_exporter()
+
+    def start_sft(self, settings: WorkerSettings) -> None:
+        """Join the other ranks and build the language model that is fine-tuned."""
+        from slime_ppo.backends.megatron.sft import SftRole
+
+        self._started = self._actor = SftRole(settings)
         self._build_exporter()
 
     def compute_log_probs(self, batch: RolloutBatch) -> tuple[ColumnPart | None, Stats]:
-        """As ActorRole's; asked of the actor alone."""
+        """As ActorRole's or SftRole's; asked of the actor alone."""
         if self._actor is None:
             raise RuntimeError("log-probs were asked of a rank that has not been started as the actor")
         return self._actor.compute_log_probs(batch)
 
     def compute_advantages(self, batch: RolloutBatch, kl_coef: float) -> tuple[ColumnPart | None, Stats]:
         """Of the critic, or of an actor that trains without one."""
-        return self._role.compute_advantages(batch, kl_coef)
+        if self._judge is None:
+            raise RuntimeError("advantages were asked of a rank that has not been started as the critic or the actor of PPO")
+        return self._judge.compute_advantages(batch, kl_coef)
 
     def train(self, batch: RolloutBatch, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:
         """The planned optimizer steps."""
@@ -168,7 +179,7 @@ class RankRole:
             self._engine_group = None
 
     @property
-    def _role(self) -> "ActorRole | CriticRole":
+    def _role(self) -> "ActorRole | CriticRole | SftRole":
         if self._started is None:
             raise RuntimeError("this rank has not been started as the actor or the critic")
         return self._started

@@ -15,7 +15,7 @@ from slime_ppo.orchestration.ray_environment import cluster_address
 from slime_ppo.orchestration.ray_health import Call, check_alive, gather
 from slime_ppo.orchestration.ray_rollout import RayRolloutEngine, RayServers
 from slime_ppo.orchestration.ray_train_group import RaySideBySide, RayTrainGroup
-from slime_ppo.orchestration.worker_settings import worker_settings
+from slime_ppo.orchestration.worker_settings import role_start, worker_settings
 from slime_ppo.parallel.worker_settings import WorkerSettings
 
 
@@ -159,7 +159,5 @@ def _cluster_settings(config: Config) -> ClusterSettings:
 
 def _start_role(config: Config, group: RayTrainGroup, ranks: Sequence[WorkerSettings]) -> list[Call]:
     """Begin building one role on all its ranks."""
-    if group.role == "critic":
-        return group.start("start_critic", [(rank, config.ppo) for rank in ranks])
-    temperature = config.rollout.rollout_temperature
-    return group.start("start_actor", [(rank, config.ppo, config.correction, temperature) for rank in ranks])
+    method, arguments = role_start(config, group.role)
+    return group.start(method, [(rank, *arguments) for rank in ranks])

@@ -52,6 +52,10 @@ class RankProcess(Process):
         self._rank.start_critic(settings, ppo)
 
     @logged
+    def start_sft(self, settings: WorkerSettings) -> None:
+        self._rank.start_sft(settings)
+
+    @logged
     @two_results
     def compute_log_probs(self, batch: RolloutBatch, *parts: ColumnPart | None) -> tuple[ColumnPart | None, Stats]:
         return self._rank.compute_log_probs(batch.with_parts(parts))

@@ -78,6 +78,15 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
     ]
 
 
+def role_start(config: Config, role: RoleName) -> tuple[str, tuple[object, ...]]:
+    """The method that builds a role on its ranks, and what it is given after the rank's WorkerSettings."""
+    if config.objective == "sft":
+        return "start_sft", ()
+    if role == "critic":
+        return "start_critic", (config.ppo,)
+    return "start_actor", (config.ppo, config.correction, config.rollout.rollout_temperature)
+
+
 def _execution(config: Config) -> ExecutionSettings:
     """The same for both roles."""
     recompute, parallel = config.recompute, config.parallel

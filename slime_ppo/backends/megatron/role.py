@@ -219,6 +219,12 @@ class StepDenominator:
         )
         return StepDenominator(whole, step.rows)
 
+    @staticmethod
+    def token_mean(batch: RolloutBatch, step: Step) -> "StepDenominator":
+        """The trainable tokens of the step."""
+        whole = make_denominator(batch.trainable_tokens[step.rows], batch.trajectory_ids[step.rows], mode="token-mean")
+        return StepDenominator(whole, step.rows)
+
     def seen_by(self, micro_batch: MicroBatch) -> Denominator:
         """The step's denominator for the samples of one micro-batch."""
         order = np.argsort(self.rows)

@@ -137,7 +137,7 @@ def _replicas_equal(role: MegatronRole) -> bool:
     return all(np.array_equal(copies.setdefault(key, own), own) for other in _gathered(mine) for key, own in other.items())
 
 
-def _train(role: ActorRole | CriticRole, batch: RolloutBatch, plan: StepPlan, case: Case) -> RoleReport:
+def _train(role: MegatronRole, batch: RolloutBatch, plan: StepPlan, case: Case) -> RoleReport:
     gradients: list[Tensors] = []
     apply = role.apply
 
