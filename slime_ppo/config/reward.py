@@ -17,8 +17,8 @@ class RewardConfig:
 
     rm_type: str | None = option(
         "vader",
-        help="name of a built-in reward: vader, remote (your HTTP server) or reward_model (a classification model on an SGLang "
-        "server); not used when --custom-rm-path is given",
+        help="name of a built-in reward: math (the answer agrees with the label), vader, remote (your HTTP server) or reward_model "
+        "(a classification model on an SGLang server); not used when --custom-rm-path is given",
     )
     rm_url: str | None = option(
         None,

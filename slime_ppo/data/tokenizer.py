@@ -96,11 +96,11 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 def _eos_ids(folder: Path, backend: Tokenizer) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        ids = _listed_ids(_read_json(file), file)
+        ids = _listed_ids(read_json(file), file)
         if ids:
             return _checked_ids(ids, file, backend)
     file = folder / "tokenizer_config.json"
-    token = _eos_token(_read_json(file))
+    token = _eos_token(read_json(file))
     if token is None:
         raise DataError(
             f"the tokenizer of {folder} has no end-of-sequence token: none of generation_config.json, config.json "
@@ -112,7 +112,7 @@ def _eos_ids(folder: Path, backend: Tokenizer) -> tuple[int, ...]:
     return (found,)
 
 
-def _read_json(file: Path) -> Mapping[str, object]:
+def read_json(file: Path) -> Mapping[str, object]:
     """The object in `file`; empty when there is no such file."""
     if not file.is_file():
         return {}

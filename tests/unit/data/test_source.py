@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from slime_ppo.data.source import DataSource, JsonlDataSource
+from slime_ppo.data.row_format import RowFormat
+from slime_ppo.data.source import DataSource, PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import DataError
 from tests.helpers.tiny_llama import make_tiny_llama
@@ -27,16 +28,13 @@ def write(folder: Path, lines: list[str]) -> Path:
     return file
 
 
-def source(file: Path, tokenizer: TextTokenizer, **changes: Any) -> JsonlDataSource:
-    options: dict[str, Any] = {
-        "input_key": "prompt",
-        "label_key": None,
-        "max_prompt_len": 100,
-        "overlong_prompt": "error",
-        "shuffle": True,
-        "seed": 0,
-    }
-    return JsonlDataSource(file, tokenizer, **(options | changes))
+def source(file: Path | str, tokenizer: TextTokenizer, **changes: Any) -> PromptSource:
+    options: dict[str, Any] = {"input_key": "prompt", "max_prompt_len": 100, "shuffle": True, "seed": 0} | changes
+    row_format = RowFormat(**{name: options.pop(name) for name in ("input_key", "label_key", "chat_template") if name in options})
+    policy = RowPolicy(
+        **{name: options.pop(name) for name in ("max_prompt_len", "overlong_prompt", "broken_row") if name in options}
+    )
+    return PromptSource(str(file), tokenizer, row_format=row_format, policy=policy, **options)
 
 
 def texts(data: DataSource, n: int) -> list[str]:
@@ -139,7 +137,8 @@ def test_overlong_prompt_is_an_error_by_default(tmp_path: Path, tokenizer: TextT
 def test_overlong_prompt_dropped_is_counted_and_rows_keep_their_index(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     file = write(tmp_path, ['{"prompt": "abcd"}', '{"prompt": "abc"}', '{"prompt": "abcde"}', '{"prompt": "x"}'])
     data = source(file, tokenizer, max_prompt_len=3, overlong_prompt="drop", shuffle=False)
-    assert (len(data), data.num_dropped) == (2, 2)
+    assert len(data) == 2
+    assert data.left_out == (f"{file}: 2 prompts of more than 3 tokens left out",)
     assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(1, "abc"), (3, "x")]
 
 
@@ -188,5 +187,7 @@ def test_line_not_utf8_is_refused_with_its_number(tmp_path: Path, tokenizer: Tex
 def test_label_missing_or_of_wrong_type_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     with pytest.raises(DataError, match=r"prompts.jsonl:1: no key 'label' \(--label-key\)"):
         source(write(tmp_path, ['{"prompt": "a"}']), tokenizer, label_key="label")
-    with pytest.raises(DataError, match=r"prompts.jsonl:1: 'label' \(--label-key\) is 7, a int; expected a string"):
-        source(write(tmp_path, ['{"prompt": "a", "label": 7}']), tokenizer, label_key="label")
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl:1: 'label' \(--label-key\) is \[7\], a list; expected a string or a number"
+    ):
+        source(write(tmp_path, ['{"prompt": "a", "label": [7]}']), tokenizer, label_key="label")
