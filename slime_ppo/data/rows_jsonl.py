@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import BinaryIO
 
 from slime_ppo.config.prompt_path import PromptPath
@@ -27,7 +26,7 @@ def read_jsonl(path: PromptPath) -> Iterator[RawRow]:
         start, end = rows.start, rows.stop
     with open(path.file, "rb") as file:
         for index, line in islice(enumerate(_lines(file, path.file)), start, end):
-            yield _row(index, f"{Path(path.file)}:{index + 1}", line)
+            yield _row(index, f"{path.file}:{index + 1}", line)
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:

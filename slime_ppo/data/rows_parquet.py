@@ -10,7 +10,7 @@ from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.data.rows import RawRow
 from slime_ppo.errors import DataError
 
-_BATCH_ROWS = 256
+_BATCH_ROWS = 64
 # compressed pages are read through a buffer of this size, not a column of a row group at once
 _BUFFER_BYTES = 1024**2
 _PLAIN_TYPES = (bool, int, float, str, type(None))

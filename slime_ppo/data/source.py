@@ -17,7 +17,7 @@ from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.errors import DataError
 from slime_ppo.types.sample import Prompt
 
-_BLOCK_ROWS = 1024
+_BLOCK_ROWS = 256
 
 
 class DataSource(Protocol):
