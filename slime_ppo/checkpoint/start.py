@@ -29,6 +29,8 @@ ORDER_SETTINGS = (
     "run.seed",
     "data.input_key",
     "data.label_key",
+    "data.tool_key",
+    "data.apply_chat_template_kwargs",
     "rollout.rollout_batch_size",
     "rollout.n_samples_per_prompt",
     "batch.global_batch_size",
