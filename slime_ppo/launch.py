@@ -19,8 +19,9 @@ from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, RunShapes, 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.data.chat import load_chat_template
+from slime_ppo.data.examples import ExampleFormat
 from slime_ppo.data.row_format import RowFormat
-from slime_ppo.data.source import PromptSource, RowPolicy
+from slime_ppo.data.source import PromptSource, RowPolicy, RowReader
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.evaluation import EvalSet, Evaluation
@@ -44,8 +45,9 @@ from slime_ppo.rollout_source import (
     rollout_sampling,
 )
 from slime_ppo.saver import CheckpointSaver, SavePlan
+from slime_ppo.sft_trainer import SftParts, SftTrainer
 from slime_ppo.tracking.base import RunInfo, Tracker
-from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
+from slime_ppo.tracking.clock import ROLLOUT_PHASES, SFT_PHASES, RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
 from slime_ppo.types.load_report import LoadReport
@@ -78,7 +80,7 @@ class RunInputs:
     save_plan: SavePlan | None
 
 
-def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> int:
+def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> int:
     """Train on the ranks that Ray starts, or without it on those of `world`, of which this is rank 0. Returns the exit code: 0
     done, 3 when SIGTERM ended it and its state is saved, 128 + signal number after SIGINT, or SIGTERM with nothing to save.
 
@@ -86,7 +88,7 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     every way out all processes that the run started are ended.
     """
     phases = run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate)
-    clock = RunClock(phases if config.trains else ROLLOUT_PHASES)
+    clock = RunClock(SFT_PHASES if config.objective == "sft" else phases if config.trains else ROLLOUT_PHASES)
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
@@ -148,8 +150,8 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     if config.debug.load_debug_rollout_data is not None:
         check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor)
-    read = partial(_read_prompts, config, tokenizer, _row_format(config))
-    eval_sources = {name: read(path, origin="--eval-prompt-data") for name, path in config.eval_files.items()}
+    read = partial(_read_prompts, config, tokenizer, _row_format(config, tokenizer))
+    eval_sources = {name: read(path, origin=config.eval_flag) for name, path in config.eval_files.items()}
     reward = config.reward
     prompts = read(config.data.prompt_data, origin="--prompt-data")
     reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
@@ -185,19 +187,24 @@ def _save_plan(config: Config, shapes: RunShapes, start: StartPoint) -> SavePlan
         folders=role_folders(config),
         interval=config.checkpoint.save_interval,
         keep=config.checkpoint.keep_checkpoints,
-        settings=config.values(),
+        settings={"objective": config.objective, **config.values()},
         models={role: shape.plain_values() for role, shape in shapes.by_role.items()},
     )
 
 
-def _row_format(config: Config) -> RowFormat:
-    data, template = config.data, None
+def _row_format(config: Config, tokenizer: TextTokenizer) -> RowReader:
+    data, sft, template = config.data, config.sft, None
     if data.apply_chat_template:
         template = load_chat_template(config.model.hf_checkpoint, file=data.chat_template, variables=data.template_variables)
-    return RowFormat(data.input_key, data.label_key, data.tool_key, template)
+    prompts = RowFormat(data.input_key, data.label_key, data.tool_key, template)
+    if config.objective == "ppo":
+        return prompts
+    return ExampleFormat(
+        prompts, sft.response_key, tokenizer, sft.max_response_len, sft.overlong_response, append_eos=sft.append_eos
+    )
 
 
-def _read_prompts(config: Config, tokenizer: TextTokenizer, row_format: RowFormat, path: str, *, origin: str) -> PromptSource:
+def _read_prompts(config: Config, tokenizer: TextTokenizer, row_format: RowReader, path: str, *, origin: str) -> PromptSource:
     data = config.data
     return PromptSource(
         path,
@@ -267,11 +274,13 @@ def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher
 
 def _loop(
     config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock, *, stop: StopRequest
-) -> PpoTrainer | RolloutOnly:
+) -> PpoTrainer | SftTrainer | RolloutOnly:
     """The loop of the run, with its parts, where it starts."""
     tenants: dict[str, Tenant] = {} if roles.engine is None else {ROLLOUT: RolloutTenant(roles.engine.engine)}
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
+    if config.objective == "sft":
+        return _sft_loop(config, roles, inputs, turns, clock=clock, stop=stop)
     rollouts, evaluation = _sources(config, roles, inputs, turns, clock=clock, stop=stop)
     where = config.debug.save_debug_rollout_data
     dumps = None if where is None else DumpWriter(where, config.to_yaml(), inputs.shape.plain_values())
@@ -279,7 +288,7 @@ def _loop(
         return RolloutOnly(
             config, rollouts, inputs.tokenizer, evaluation=evaluation, tracker=inputs.tracker, clock=clock, dumps=dumps
         )
-    start, plan = inputs.start, inputs.save_plan
+    start = inputs.start
     say(*_load(start, roles.groups, turns))
     parts = TrainerParts(
         actor=roles.groups["actor"],
@@ -292,10 +301,32 @@ def _loop(
         clock=clock,
         dumps=dumps,
         side_by_side=roles.side_by_side,
-        saver=None if plan is None else CheckpointSaver(plan, start.run_state, groups=roles.groups, take=turns.take),
+        saver=_saver(inputs, roles, turns),
         stop=stop,
     )
     return PpoTrainer(config, parts, start.progress)
+
+
+def _saver(inputs: RunInputs, roles: RunningRoles, turns: DeviceTurns) -> CheckpointSaver | None:
+    plan, state = inputs.save_plan, inputs.start.run_state
+    return None if plan is None else CheckpointSaver(plan, state, groups=roles.groups, take=turns.take)
+
+
+def _sft_loop(
+    config: Config, roles: RunningRoles, inputs: RunInputs, turns: DeviceTurns, *, clock: RunClock, stop: StopRequest
+) -> SftTrainer:
+    say(*_load(inputs.start, roles.groups, turns))
+    parts = SftParts(
+        actor=roles.groups["actor"],
+        turns=turns,
+        examples=inputs.prompts,
+        held_out=inputs.eval_sets[0].prompts if inputs.eval_sets else (),
+        tracker=inputs.tracker,
+        clock=clock,
+        saver=_saver(inputs, roles, turns),
+        stop=stop,
+    )
+    return SftTrainer(config, parts, inputs.start.progress)
 
 
 def _sources(
@@ -341,9 +372,10 @@ def _sources(
 
 def _run_info(config: Config, start: StartPoint) -> RunInfo:
     notes: list[str] = []
-    if config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
+    what = "Fine-tuning" if config.objective == "sft" else "PPO" if config.trains else "Rollouts"
+    if config.generates and config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
         notes.append(_LEXICON_NOTE)
-    if not config.generates:
+    if not config.generates and config.objective == "ppo":
         notes.append(f"Trains on the rollouts of {config.debug.load_debug_rollout_data}; no engine is started.")
     if not config.trains:
         notes.append("Generates with the weights of --hf-checkpoint; nothing is trained.")
@@ -352,11 +384,12 @@ def _run_info(config: Config, start: StartPoint) -> RunInfo:
         first = "first rollout trains" if num_critic_only == 1 else f"first {num_critic_only} rollouts train"
         notes.append(f"The {first} the critic only, so the reward starts flat.")
     return RunInfo(
-        title=f"{'PPO' if config.trains else 'Rollouts'} of {Path(config.model.hf_checkpoint).name}",
+        title=f"{what} of {Path(config.model.hf_checkpoint).name}",
         run_dir=Path(config.run.save),
         num_rollout=config.run.num_rollout,
         config_yaml=config.to_yaml(),
         notes=tuple(notes),
         start_rollout=start.progress.rollout_id,
         run_id=start.run_state.run_id,
+        unit="batch" if config.objective == "sft" else "rollout",
     )

@@ -31,6 +31,7 @@ from slime_ppo.checkpoint.run_state import FORMAT, Checkpoint, RunState, SavedSt
 from slime_ppo.config.critic_start import LATEST_FILE
 from slime_ppo.config.roles import RoleName
 from slime_ppo.errors import CheckpointError
+from slime_ppo.orchestration.interrupts import StopRequest
 from slime_ppo.orchestration.protocols import TrainGroup
 
 _log = logging.getLogger(__name__)
@@ -193,6 +194,17 @@ class CheckpointSaver:
             )
             cause = error if isinstance(error, CheckpointError) else f"{error.filename or run}: {error.strerror or error}"
             raise CheckpointError(f"the checkpoint after {rollout_id} rollouts could not be saved: {cause}. {left}") from error
+
+
+def save_between(
+    saver: CheckpointSaver | None, stop: StopRequest, progress: Progress, *, last: bool, in_background: bool
+) -> None:
+    """The checkpoint that is due between two rollouts; the last one, and one on request, is on disk when this returns. Raises
+    Preempted when the run was asked to end, unless it is over."""
+    if saver is not None and (last or saver.is_due(progress.rollout_id)):
+        saver.save(progress, in_background=in_background and not (last or stop.requested))
+    if not last:
+        stop.check()
 
 
 def _remove(path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from slime_ppo.checkpoint.progress import Progress
-from slime_ppo.config.roles import RoleName
+from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.tokenizer import TextTokenizer
@@ -30,7 +30,7 @@ from slime_ppo.parallel.cp_map import CpMap
 from slime_ppo.ppo_utils.lr_schedule import learning_rate
 from slime_ppo.rollout.dump import DumpWriter, TrainingDump
 from slime_ppo.rollout_source import RolloutSource
-from slime_ppo.saver import CheckpointSaver
+from slime_ppo.saver import CheckpointSaver, save_between
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
 from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
@@ -87,7 +87,8 @@ class PpoTrainer:
         try:
             for rollout_id in range(self.progress.rollout_id, self.config.run.num_rollout):
                 self.iterate(rollout_id)
-                self.save(last=rollout_id == self.config.run.num_rollout - 1)
+                last, background = rollout_id == self.config.run.num_rollout - 1, self.config.checkpoint.async_save
+                save_between(self.parts.saver, self.parts.stop, self.progress, last=last, in_background=background)
         except Preempted:
             self.parts.rollouts.abort()
             if self.parts.saver is not None:
@@ -145,14 +146,6 @@ class PpoTrainer:
         self._report(rollout_id, metrics, (actor_steps, critic_steps), samples=samples, handle=handle)
         self._check_skipped(actor_steps, critic_steps)
         self.progress.has_trained()
-
-    def save(self, *, last: bool) -> None:
-        """The checkpoint that is due between two rollouts. Raises Preempted when the run was asked to end, unless it is over."""
-        saver, stop = self.parts.saver, self.parts.stop
-        if saver is not None and (last or saver.is_due(self.progress.rollout_id)):
-            saver.save(self.progress, in_background=self.config.checkpoint.async_save and not (last or stop.requested))
-        if not last:
-            stop.check()
 
     def save_hf(self) -> None:
         """The weights of every role as Hugging Face folders."""
@@ -245,14 +238,7 @@ class PpoTrainer:
         trained_before = plan.rollout_id - (self.config.ppo.num_critic_only_steps if role == "actor" else 0)
         first = trained_before * self.config.steps_per_rollout
         return [
-            learning_rate(
-                first + step.pass_index * self.config.steps_per_pass + step.step_index,
-                lr=settings.lr,
-                min_lr=settings.min_lr,
-                warmup_iters=settings.lr_warmup_iters,
-                decay_iters=settings.lr_decay_iters,
-                decay_style=settings.lr_decay_style,
-            )
+            scheduled_rate(settings, first + step.pass_index * self.config.steps_per_pass + step.step_index)
             for step in plan.steps
         ]
 
@@ -344,3 +330,15 @@ class PpoTrainer:
         records = step_records(rollout_id * self.config.steps_per_rollout, *steps, metrics=metrics)
         metrics = metrics | phase_metrics(phases, num_tokens)
         parts.tracker.log(RolloutRecord(rollout_id, metrics, records, phases, phrases))
+
+
+def scheduled_rate(settings: RoleSettings, step: int) -> float:
+    """The learning rate of the role's planned step of this number."""
+    return learning_rate(
+        step,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        warmup_iters=settings.lr_warmup_iters,
+        decay_iters=settings.lr_decay_iters,
+        decay_style=settings.lr_decay_style,
+    )

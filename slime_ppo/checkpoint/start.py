@@ -70,10 +70,11 @@ class StartPoint:
         reseeded = [role for role, report in reports.items() if not report.restored_rng]
         states = f"; new random states for the ranks of the {' and '.join(reseeded)}, whose layout is another" if reseeded else ""
         progress = self.progress
+        kl = f", KL coefficient {progress.kl.beta:g}" if self.config.objective == "ppo" else ""
         waiting = f", {len(progress.samples)} samples that wait for their training" if progress.samples else ""
         return (
-            f"{self.text}: weights and optimizer of {roles}, place in the prompts, KL coefficient {progress.kl.beta:g}, weight "
-            f"version {progress.version}{waiting}{states}"
+            f"{self.text}: weights and optimizer of {roles}, place in the prompts{kl}, weight version {progress.version}"
+            f"{waiting}{states}"
         )
 
 
@@ -195,6 +196,12 @@ def _identity_problems(folder: Path, role: RoleName, rollout_id: int) -> list[st
 
 def _check_roles(config: Config, chosen: Checkpoint, saved: SavedState) -> None:
     ours, theirs = list(config.roles), list(chosen.folders)
+    saved_by = saved.settings.get("objective", "ppo")
+    if saved_by != config.objective:
+        raise CheckpointError(
+            f"the run in --load {config.checkpoint.load} is one of scripts/train_{saved_by}.py, and only that goes on with it. Start "
+            f"from its weights: --load {config.checkpoint.load}/{chosen.folders['actor']}"
+        )
     if sorted(ours) != sorted(theirs) or sorted(theirs) != sorted(saved.files):
         raise CheckpointError(
             f"the checkpoint holds {' and '.join(theirs)}, the run trains {' and '.join(ours)} (--advantage-estimator "

@@ -5,10 +5,19 @@ from slime_ppo.config.root import Config
 
 def batch_plan_text(config: Config) -> str:
     """One line per word: its number, its unit, what follows from it."""
-    rows = [*_rollout_rows(config), *(_step_rows(config) if config.trains else [])]
+    first = _example_rows(config) if config.objective == "sft" else _rollout_rows(config)
+    rows = [*first, *(_step_rows(config) if config.trains else [])]
     name_width = max(len(name) for name, _, _ in rows)
     number_width = max(len(number) for _, number, _ in rows)
     return "\n".join(f"{name:<{name_width}}  {number:>{number_width}}  {meaning}" for name, number, meaning in rows) + "\n"
+
+
+def _example_rows(config: Config) -> list[tuple[str, str, str]]:
+    tokens, longest = config.samples_per_rollout * config.max_sample_tokens, config.max_sample_tokens
+    return [
+        ("num_rollout", str(config.run.num_rollout), "batches of examples in the whole run, an optimizer step each"),
+        ("", str(tokens), f"tokens per batch at most, {longest} an example"),
+    ]
 
 
 def _rollout_rows(config: Config) -> list[tuple[str, str, str]]:
@@ -42,6 +51,12 @@ def _step_rows(config: Config) -> list[tuple[str, str, str]]:
     return [
         ("global_batch_size", str(batch.global_batch_size), f"samples per optimizer step over all ranks: {per_rank}"),
         memory,
+        *([] if config.objective == "sft" else _passes(config)),
+    ]
+
+
+def _passes(config: Config) -> list[tuple[str, str, str]]:
+    return [
         ("num_epochs_per_rollout", str(config.ppo.num_epochs_per_rollout), f"passes x {config.steps_per_pass} steps"),
         ("", str(config.steps_per_rollout), f"optimizer steps per rollout{' and role' if config.has_critic else ''}"),
         *([("", str(config.planned_critic_steps), "planned steps of the critic")] if config.has_critic else []),

@@ -59,6 +59,7 @@ def check_sft_config(config: Config, *, origins: Mapping[str, str] | None = None
     checked = Checked(config, given, config.values())
     for check in (
         _check_bounds,
+        check_data,
         check_layout,
         check_execution,
         _check_transformer_impl,

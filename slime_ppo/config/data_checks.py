@@ -9,6 +9,8 @@ def check_data(checked: Checked) -> None:
     """Refuse a slice of a prompt file that cannot be read, and variables that no chat template can get. Raises ConfigError."""
     data, evaluation = checked.config.data, checked.config.eval
     _check_path(checked, "data.prompt_data", data.prompt_data)
+    if data_of_sft := checked.config.sft.eval_data:
+        _check_path(checked, "sft.eval_data", data_of_sft)
     try:
         paths = list(evaluation.data_sets.values())
     except ValueError as error:

@@ -57,6 +57,8 @@ def placement_text(config: Config, launcher: LauncherName) -> str:
     roles = [config.role(role) for role in config.roles]
     head = [f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = {_sizes(one)}" for one in roles]
     head.append(f"rollout engine: {_engine_text(config)}; {_sharing(config)}" if config.generates else _NO_ENGINE)
+    if config.objective == "sft":
+        head.pop()
     device = {"cuda": "1 CPU + 1 GPU", "cpu": "1 CPU", "auto": "1 CPU, + 1 GPU if there is one"}[config.cluster.device]
     place = "bundle" if launcher == "ray" else "process"
     lines = [f"{place} {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]

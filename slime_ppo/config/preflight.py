@@ -90,7 +90,7 @@ def check_files(config: Config) -> None:
         _check_critic_folder(config.role("critic").hf_folder)
     _check_prompt_file("--prompt-data", config.data.prompt_data)
     for path in config.eval_files.values():
-        _check_prompt_file("--eval-prompt-data", path)
+        _check_prompt_file(config.eval_flag, path)
     _check_chat_template(config.data)
     _check_folders_apart(config)
     _check_run_folder_free(config)
@@ -202,6 +202,8 @@ def _inputs(config: Config) -> dict[str, str]:
         paths["--critic-load"] = config.role("critic").hf_folder
     if config.data.chat_template is not None:
         paths["--chat-template"] = config.data.chat_template
+    if config.sft.eval_data is not None:
+        paths["--eval-data"] = PromptPath.parse(config.sft.eval_data).file
     return paths | {f"--eval-prompt-data, {name}": PromptPath.parse(path).file for name, path in config.eval.data_sets.items()}
 
 

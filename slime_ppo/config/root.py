@@ -12,7 +12,7 @@ from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.critic import CriticConfig
 from slime_ppo.config.data import DataConfig
 from slime_ppo.config.debug import DebugConfig
-from slime_ppo.config.eval import EvalConfig
+from slime_ppo.config.eval import ONE_SET, EvalConfig
 from slime_ppo.config.fields import OptionSpec, Value, section_options, yaml_text
 from slime_ppo.config.model import ModelConfig
 from slime_ppo.config.optimizer import OptimizerConfig
@@ -171,8 +171,15 @@ class Config:
 
     @property
     def eval_files(self) -> dict[str, str]:
-        """Name -> prompt file of the data sets that this run evaluates."""
+        """Name -> file of the held-out prompts or examples that this run evaluates on."""
+        if self.objective == "sft":
+            return {} if self.sft.eval_data is None else {ONE_SET: self.sft.eval_data}
         return self.eval.data_sets if self.eval.eval_interval > 0 and self.generates else {}
+
+    @property
+    def eval_flag(self) -> str:
+        """The option that names them."""
+        return "--eval-data" if self.objective == "sft" else "--eval-prompt-data"
 
     @property
     def eval_max_response_len(self) -> int:

@@ -44,32 +44,45 @@ class RowFormat:
 
     def read(self, row: RawRow) -> PromptRow:
         """Raises BrokenRow for a row that holds no prompt."""
-        if row.problem:
-            raise BrokenRow(row.problem)
-        if not isinstance(row.content, dict):
-            raise BrokenRow(f"found a JSON {type(row.content).__name__}, expected an object with the key {self.input_key!r}")
-        given = _value(row.content, self.input_key, "--input-key")
+        content = row_content(row, self.input_key)
+        given = value_of(content, self.input_key, "--input-key")
         tools = None
         if self.chat_template is None:
             text = _plain_text(given, self.input_key)
         else:
             if self.tool_key is not None:
-                tools = _tools(_value(row.content, self.tool_key, "--tool-key"), self.tool_key)
-            text = _rendered(self.chat_template, _messages(given, self.input_key), tools)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BrokenRow(f"{self.input_key!r} (--input-key) is no text: {error.reason}. Fix the line") from error
-        label = None if self.label_key is None else _label(_value(row.content, self.label_key, "--label-key"), self.label_key)
+                tools = tools_of(value_of(content, self.tool_key, "--tool-key"), self.tool_key)
+            text = rendered(self.chat_template, _asked(given, self.input_key), tools)
+        encodable(text, self.input_key, "--input-key")
+        label = None if self.label_key is None else _label(value_of(content, self.label_key, "--label-key"), self.label_key)
         own = (self.input_key, self.label_key, self.tool_key)
-        metadata = {key: value for key, value in row.content.items() if key not in own}
+        metadata = {key: value for key, value in content.items() if key not in own}
         return PromptRow(row.index, row.place, given, tools, text, label, metadata)
 
 
-def _value(content: Mapping[str, object], key: str, flag: str) -> object:
+def row_content(row: RawRow, input_key: str) -> Mapping[str, object]:
+    """The row's object. Raises BrokenRow, as the functions below, where there is none."""
+    if row.problem:
+        raise BrokenRow(row.problem)
+    if not isinstance(row.content, dict):
+        raise BrokenRow(f"found a JSON {type(row.content).__name__}, expected an object with the key {input_key!r}")
+    return row.content
+
+
+def value_of(content: Mapping[str, object], key: str, flag: str) -> object:
+    """What is under a key that `flag` has named."""
     if key not in content:
         raise BrokenRow(f"no key {key!r} ({flag}); the line has {sorted(content)}. Fix the line or the flag")
     return content[key]
+
+
+def encodable(text: str, key: str, flag: str) -> str:
+    """The text, which a tokenizer can read: JSON can write halves of characters."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BrokenRow(f"{key!r} ({flag}) is no text: {error.reason}. Fix the line") from error
+    return text
 
 
 def _plain_text(value: object, key: str) -> str:
@@ -91,7 +104,8 @@ def _label(value: object, key: str) -> str:
     )
 
 
-def _messages(value: object, key: str) -> list[Mapping[str, object]]:
+def messages_of(value: object, key: str) -> list[Mapping[str, object]]:
+    """A list of messages; a text is one message of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -107,12 +121,18 @@ def _messages(value: object, key: str) -> list[Mapping[str, object]]:
         if said.get("content") is None and "tool_calls" not in said:
             raise BrokenRow(f"message {number} of {key!r} (--input-key) has no content")
         messages.append(said)
+    return messages
+
+
+def _asked(value: object, key: str) -> list[Mapping[str, object]]:
+    messages = messages_of(value, key)
     if messages[-1]["role"] == "assistant":
         raise BrokenRow(f"the last message of {key!r} (--input-key) is the assistant's, which the policy is to write. Leave it out")
     return messages
 
 
-def _tools(value: object, key: str) -> list[object] | None:
+def tools_of(value: object, key: str) -> list[object] | None:
+    """JSON schemas, one per tool; None for no tools."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -125,9 +145,16 @@ def _tools(value: object, key: str) -> list[object] | None:
     return value
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None) -> str:
+def rendered(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[object] | None,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation, as ChatTemplate.render."""
     try:
-        return template.render(messages, tools)
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except DataError as error:
         raise BrokenRow(str(error)) from error
 

@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from slime_ppo.config.prompt_path import PromptPath
-from slime_ppo.data.row_format import PromptRow, RowFormat
-from slime_ppo.data.rows import BrokenRow, read_rows
+from slime_ppo.data.chat import ChatTemplate
+from slime_ppo.data.row_format import PromptRow
+from slime_ppo.data.rows import BrokenRow, RawRow, read_rows
 from slime_ppo.data.seeding import derive_seed, shuffled
 from slime_ppo.data.store import PromptStore
 from slime_ppo.data.tokenizer import TextTokenizer
@@ -40,6 +41,20 @@ class DataSource(Protocol):
         ...
 
 
+class RowReader(Protocol):
+    """Makes prompts of rows: RowFormat those of PPO, ExampleFormat examples that hold their response."""
+
+    @property
+    def input_key(self) -> str: ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    def read(self, row: RawRow) -> PromptRow:
+        """Raises BrokenRow for a row that is no prompt."""
+        ...
+
+
 @dataclass(frozen=True)
 class RowPolicy:
     """Which rows are prompts, and what happens to the others: "error" ends the run before it begins, the other word leaves them
@@ -66,7 +81,7 @@ class PromptSource:
         path: str,
         tokenizer: TextTokenizer,
         *,
-        row_format: RowFormat,
+        row_format: RowReader,
         policy: RowPolicy,
         shuffle: bool,
         seed: int,
@@ -139,7 +154,7 @@ class _Reading:
 
     path: str
     tokenizer: TextTokenizer
-    row_format: RowFormat
+    row_format: RowReader
     policy: RowPolicy
     origin: str
     num_broken: int = 0

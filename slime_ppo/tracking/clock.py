@@ -11,6 +11,8 @@ SIDE_BY_SIDE_PHASES = (*PHASES[:4], "both train", *PHASES[4:])
 CRITIC_FREE_PHASES = ("generate", "reward", "log-probs", "advantages", "actor train", "weight sync", "wake", "offload", "evaluate")
 # nothing is trained
 ROLLOUT_PHASES = ("generate", "reward", "weight sync", "wake", "offload", "evaluate")
+# of supervised fine-tuning
+SFT_PHASES = ("actor train", "evaluate")
 _METRIC_OF_PHASE = {
     "generate": "rollout_time",
     "reward": "reward_time",

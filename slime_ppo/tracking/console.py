@@ -57,6 +57,10 @@ def duration(seconds: float) -> str:
     return f"{minutes}m {seconds_left:02d}s" if minutes else f"{seconds_left}s"
 
 
+def _plural(unit: str) -> str:
+    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+
+
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}s" if seconds >= 1 else f"{seconds:.2f}s"
 
@@ -82,6 +86,13 @@ _CRITIC_COLUMNS: tuple[tuple[str, str, _Format], ...] = (
     ("explained_variance", "ev", short_number),
     ("critic_grad_norm", "gnorm", short_number),
 )
+# of a batch of supervised fine-tuning, by metric
+_SFT_COLUMNS: tuple[tuple[str, str, _Format], ...] = (
+    ("train/loss", "nll", lambda value: f"{value:.4f}"),
+    ("eval/nll", "held-out nll", lambda value: f"{value:.4f}"),
+    ("train/grad_norm", "gnorm", short_number),
+    ("train/lr-pg_0", "lr", _learning_rate),
+)
 
 
 def _columns(values: Mapping[str, float], columns: Sequence[tuple[str, str, _Format]]) -> str:
@@ -98,15 +109,24 @@ def step_line(step: Mapping[str, float]) -> str:
     return f"  step {step['step']:.0f}{policy_part}{critic_part}"
 
 
-def rollout_line(record: RolloutRecord, *, num_rollout: int, previous_reward: float | None, eta_s: float | None) -> str:
-    """The outcome of a rollout; `previous_reward` gives the change in brackets. Metrics without a value are left out."""
+def rollout_line(
+    record: RolloutRecord,
+    *,
+    num_rollout: int,
+    previous_reward: float | None,
+    eta_s: float | None,
+    unit: str = "rollout",
+) -> str:
+    """The outcome of a rollout, which the line calls `unit`; `previous_reward` gives the change in brackets. Metrics without a value are left out."""
     metrics = record.metrics
-    head = f"rollout {record.rollout_id}/{num_rollout}" + (" (critic only)" if record.critic_only else "")
+    head = f"{unit} {record.rollout_id}/{num_rollout}" + (" (critic only)" if record.critic_only else "")
     parts = [head]
     if "rollout/raw_reward" in metrics:
         reward = metrics["rollout/raw_reward"]
         change = "" if previous_reward is None else f" ({reward - previous_reward:+.3f})"
         parts.append(f"reward {reward:.3f}{change}")
+    else:
+        parts += filter(None, [_columns(metrics, _SFT_COLUMNS)])
     parts += [f"{name} {metrics[f'eval/{name}']:.3f}" for name in eval_sets(metrics)]
     if "rollout/response_len/mean" in metrics:
         cut = f" ({percent(metrics['rollout/truncated_ratio'])} cut)" if "rollout/truncated_ratio" in metrics else ""
@@ -130,11 +150,12 @@ class ConsoleTracker:
         self._recent_times_s: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._previous_reward: float | None = None
         self._num_rollout = 0
+        self._unit = "rollout"
         self._bar: tqdm[None] | None = None
 
     def start(self, run: RunInfo) -> None:
-        self._num_rollout = run.num_rollout
-        self._write(f"{run.title}: {run.num_rollout} rollouts into {run.run_dir}")
+        self._num_rollout, self._unit = run.num_rollout, run.unit
+        self._write(f"{run.title}: {run.num_rollout} {_plural(run.unit)} into {run.run_dir}")
         for note in run.notes:
             self._write(f"note: {note}")
         if self._stream.isatty():
@@ -142,7 +163,7 @@ class ConsoleTracker:
                 total=run.num_rollout,
                 initial=run.start_rollout,
                 file=self._stream,
-                desc="rollouts",
+                desc=_plural(run.unit),
                 leave=False,
                 dynamic_ncols=True,
             )
@@ -151,7 +172,13 @@ class ConsoleTracker:
         if "perf/step_time" in record.metrics:
             self._recent_times_s.append(record.metrics["perf/step_time"])
         self._write(
-            rollout_line(record, num_rollout=self._num_rollout, previous_reward=self._previous_reward, eta_s=self._eta_s(record))
+            rollout_line(
+                record,
+                num_rollout=self._num_rollout,
+                previous_reward=self._previous_reward,
+                eta_s=self._eta_s(record),
+                unit=self._unit,
+            )
         )
         for step in record.steps:
             self._write(step_line(step))

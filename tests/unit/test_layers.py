@@ -22,7 +22,9 @@ LAYERS = (
     ("orchestration",),
     ("evaluation", "rollout_source", "saver"),
     ("trainer", "rollout_only"),
+    ("sft_trainer",),
     ("launch",),
+    ("command",),
 )
 RANK_OF = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {
@@ -45,7 +47,9 @@ DRIVER_SIDE = (
     "rollout_source",
     "rollout_only",
     "trainer",
+    "sft_trainer",
     "launch",
+    "command",
     "registry",
 )
 RUNS_ON_A_RANK = {"types/micro_batch.py", "data/pack.py"}
