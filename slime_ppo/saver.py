@@ -196,9 +196,7 @@ class CheckpointSaver:
             raise CheckpointError(f"the checkpoint after {rollout_id} rollouts could not be saved: {cause}. {left}") from error
 
 
-def save_between(
-    saver: CheckpointSaver | None, stop: StopRequest, progress: Progress, *, last: bool, in_background: bool
-) -> None:
+def save_between(saver: CheckpointSaver | None, stop: StopRequest, progress: Progress, *, last: bool, in_background: bool) -> None:
     """The checkpoint that is due between two rollouts; the last one, and one on request, is on disk when this returns. Raises
     Preempted when the run was asked to end, unless it is over."""
     if saver is not None and (last or saver.is_due(progress.rollout_id)):

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: one batch of examples after the other, an optimizer step each.
 
-    examples -> negative log-likelihood of their responses -> update -> report -> checkpoint
+examples -> negative log-likelihood of their responses -> update -> report -> checkpoint
 """
 
 from collections.abc import Sequence

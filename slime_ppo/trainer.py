@@ -238,8 +238,7 @@ class PpoTrainer:
         trained_before = plan.rollout_id - (self.config.ppo.num_critic_only_steps if role == "actor" else 0)
         first = trained_before * self.config.steps_per_rollout
         return [
-            scheduled_rate(settings, first + step.pass_index * self.config.steps_per_pass + step.step_index)
-            for step in plan.steps
+            scheduled_rate(settings, first + step.pass_index * self.config.steps_per_pass + step.step_index) for step in plan.steps
         ]
 
     def _evaluation_due(self, rollout_id: int) -> bool:

@@ -151,7 +151,8 @@ def _parser(line: CommandLine) -> argparse.ArgumentParser:
     parser = _Parser(
         usage="%(prog)s [--config YAML ...] [--flag value ...]",
         description=line.description,
-        epilog=(_SERVER_EPILOG if line.objective == "ppo" else "") + "Values come from the defaults, then from --config files left to right, then from flags. Paths are relative to "
+        epilog=(_SERVER_EPILOG if line.objective == "ppo" else "")
+        + "Values come from the defaults, then from --config files left to right, then from flags. Paths are relative to "
         "the current directory. In YAML an option is a key of its section: the group it is listed under here.",
         allow_abbrev=False,
         formatter_class=_help_formatter,

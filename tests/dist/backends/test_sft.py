@@ -62,9 +62,7 @@ def _transformers(folder: str, batch: RolloutBatch) -> tuple[float, dict[str, np
     return loss.item(), {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
-def test_step_loss_and_gradient_are_those_of_transformers(
-    megatron_pool: RankPool, make_case: CaseMaker, one_rank: dict
-) -> None:
+def test_step_loss_and_gradient_are_those_of_transformers(megatron_pool: RankPool, make_case: CaseMaker, one_rank: dict) -> None:
     case, [(nll, report)] = _one_rank(megatron_pool, make_case, one_rank)
     first = make_batch().select(make_plan().steps[0].rows)
     loss, gradient = _transformers(case.actor_folder, first)
