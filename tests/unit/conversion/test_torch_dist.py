@@ -68,8 +68,6 @@ def test_ranks_rectangles_tile_every_parameter_with_its_own_numbers(
                     filled += elements
         assert torch.equal(found, whole), rule.megatron
         assert filled == whole.numel() * (size if rule.split is Split.REPLICATED else 1)
-            size if found.dim() and not place.bands[0].row and rule.split.value == "replicated" else 1
-        )
 
 
 def test_range_of_a_matrix_is_three_rectangles_at_most() -> None:
