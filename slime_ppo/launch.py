@@ -8,10 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime_ppo.checkpoint.layout import role_folders
+from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start, shape_fields
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
 from slime_ppo.config.launcher import LauncherName
-from slime_ppo.config.preflight import METRICS_FILE, preflight
+from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, RunShapes, loads_own_folder, preflight
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.data.source import JsonlDataSource
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
@@ -19,7 +22,7 @@ from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoEr
 from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
 from slime_ppo.orchestration.engine_settings import check_sglang
-from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
+from slime_ppo.orchestration.interrupts import Interrupted, Preempted, StopRequest, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
 from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
@@ -27,12 +30,17 @@ from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
 from slime_ppo.rewards.resolve import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.saver import CheckpointSaver, SavePlan
 from slime_ppo.tracking.base import RunInfo, Tracker
 from slime_ppo.tracking.clock import RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
+from slime_ppo.types.load_report import LoadReport
 
 _log = logging.getLogger(__name__)
+
+RECORDS = (METRICS_FILE, "samples.jsonl")
+"""What a run that goes on in another folder takes with it."""
 
 _LEXICON_NOTE = (
     "A lexicon reward is easily flattered: it counts kind words, not kind sentences. Read the samples and the most "
@@ -42,7 +50,8 @@ _LEXICON_NOTE = (
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read and checked before any device is used. `num_dropped`: prompts left out, by the path of their file."""
+    """What is read and checked before any device is used. `num_dropped`: prompts left out, by the path of their file. `start`:
+    where --load has the run begin. `save_plan` None: nothing is saved to go on from."""
 
     tokenizer: TextTokenizer
     vocab_size: int
@@ -52,11 +61,13 @@ class RunInputs:
     rewards: RewardRunner
     reward_warnings: tuple[str, ...]
     tracker: Tracker
+    start: StartPoint
+    save_plan: SavePlan | None
 
 
 def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> int:
     """Train on the ranks that Ray starts, or without it on those of `world`, of which this is rank 0. Returns the exit code: 0
-    done, 128 + signal number after SIGINT or SIGTERM.
+    done, 3 when SIGTERM ended it and its state is saved, 128 + signal number after SIGINT, or SIGTERM with nothing to save.
 
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
@@ -65,21 +76,28 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
-            launcher = _launcher(config, launcher_name, world)
-            inputs = read_inputs(config, returns_support=launcher.returns_support)
+            inputs = read_inputs(config, returns_support=_launcher(config, launcher_name, world).returns_support)
+            launcher = _launcher(inputs.start.config, launcher_name, world)
             _open_logs(config)
             stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *_left_out(config, inputs))
             stack.enter_context(launcher)
             say(launcher.description)
             parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
-            _claim_run_folder(config)
+            _load(parts, inputs.start)
+            _claim_run_folder(config, inputs.start)
             stack.callback(parts.engine.sync.close)
             stack.callback(parts.tracker.close)
-            parts.tracker.start(_run_info(config))
-            PpoTrainer(config, parts).run()
+            parts.tracker.start(_run_info(config, inputs.start))
+            if config.checkpoint.save_checkpoints:
+                stack.enter_context(parts.stop.listening())
+            PpoTrainer(config, parts, inputs.start.progress).run()
     except Interrupted as interrupt:
-        say(f"stopped by {interrupt} in {clock.where}; the run folder is {config.run.save}")
+        rest = f"the run folder is {config.run.save}"
+        if isinstance(interrupt, Preempted):
+            done = inputs.start.progress.rollout_id
+            rest = f"saved after {done} rollouts: go on with --load {config.run.save} --save {config.run.save}"
+        say(f"stopped by {interrupt} in {clock.where}; {rest}")
         return interrupt.exit_code
     except SlimePpoError as error:
         raise type(error)(f"{clock.where}: {error}") from error
@@ -116,6 +134,9 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     reward = config.reward
     prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
     reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
+    start = find_start(config, shapes.by_role, prompts)
+    if start.config != config:
+        preflight(start.config)
     return RunInputs(
         tokenizer=tokenizer,
         vocab_size=shapes.actor.vocab_size,
@@ -135,6 +156,21 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
         ),
         reward_warnings=reward_spec.warnings,
         tracker=build_trackers(config.tracking),
+        start=start,
+        save_plan=_save_plan(config, shapes, start) if config.checkpoint.save_checkpoints else None,
+    )
+
+
+def _save_plan(config: Config, shapes: RunShapes, start: StartPoint) -> SavePlan:
+    """Raises ConfigError where another run's checkpoints are in the way."""
+    check_role_folders_free(config, start.run_state)
+    return SavePlan(
+        run_folder=Path(config.run.save),
+        folders=role_folders(config),
+        interval=config.checkpoint.save_interval,
+        keep=config.checkpoint.keep_checkpoints,
+        settings=config.values(),
+        models={role: shape_fields(shape) for role, shape in shapes.by_role.items()},
     )
 
 
@@ -160,17 +196,37 @@ def _left_out(config: Config, inputs: RunInputs) -> list[str]:
     return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
 
 
-def _claim_run_folder(config: Config) -> None:
-    """Write the resolved config; with --overwrite the records of an earlier run go first, so that two runs never mix.
+def _load(parts: TrainerParts, start: StartPoint) -> None:
+    """Let the roles take over the checkpoint that the run starts from."""
+    groups = {"actor": parts.actor, "critic": parts.critic}
+    reports: dict[RoleName, LoadReport] = {}
+    for role, folder in start.folders.items():
+        group = groups[role]
+        assert group is not None, "the roles of the checkpoint are those of the run"
+        parts.turns.take(role)
+        reports[role] = group.load_checkpoint(str(folder), with_optimizer=start.resumed)
+    if start.text:
+        say(start.told(reports), *start.changes)
+
+
+def _claim_run_folder(config: Config, start: StartPoint) -> None:
+    """Write the resolved config. Where the run goes on, the folder has the records of the saved run, of which the trackers drop
+    what comes after the checkpoint; otherwise those of an earlier run go, its list of checkpoints first: two runs never mix.
 
     Called when all processes are up: a run that could not start has destroyed nothing. Weights stay until this run's own
-    take their place at its end: a run that is interrupted must not cost those of the one before.
+    take their place: a run that is interrupted must not cost those of the one before.
     """
     folder = Path(config.run.save)
-    for file in (METRICS_FILE, "samples.jsonl", "run.json", "report.html"):
-        (folder / file).unlink(missing_ok=True)
-    if config.tracking.use_tensorboard:
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # event files of two runs would be drawn as one
+    if start.resumed and loads_own_folder(config):
+        start.run_state.write(folder)  # without the checkpoints after the one that is resumed
+    else:
+        for file in (RUN_STATE_FILE, *RECORDS, "run.json", "report.html"):
+            (folder / file).unlink(missing_ok=True)
+        if config.tracking.use_tensorboard:
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # event files of two runs would be drawn as one
+        if start.records is not None:
+            for source in filter(Path.exists, (start.records / name for name in RECORDS)):
+                shutil.copyfile(source, folder / source.name)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
 
@@ -202,6 +258,7 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
     tenants: dict[str, Tenant] = {ROLLOUT: RolloutTenant(roles.engine)}
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
+    stop = StopRequest()
     keeper = EngineKeeper(turns, roles.sync, roles.engine, clock, attempts=config.push_attempts)
     samples = SampleBuilder(
         engine=roles.engine,
@@ -210,7 +267,10 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
         vocab_size=inputs.vocab_size,
         mask_truncated=config.ppo.truncation_policy == "mask",
         restore=keeper.restore,
+        answering=stop.answering,
     )
+    plan = inputs.save_plan
+    saver = None if plan is None else CheckpointSaver(plan, inputs.start.run_state, groups=roles.groups, take=turns.take)
     return TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
@@ -231,10 +291,12 @@ def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock
         clock=clock,
         check_alive=roles.check_alive,
         side_by_side=roles.side_by_side,
+        saver=saver,
+        stop=stop,
     )
 
 
-def _run_info(config: Config) -> RunInfo:
+def _run_info(config: Config, start: StartPoint) -> RunInfo:
     notes: list[str] = []
     if config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
         notes.append(_LEXICON_NOTE)
@@ -248,4 +310,6 @@ def _run_info(config: Config) -> RunInfo:
         num_rollout=config.run.num_rollout,
         config_yaml=config.to_yaml(),
         notes=tuple(notes),
+        start_rollout=start.progress.rollout_id,
+        run_id=start.run_state.run_id,
     )

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from slime_ppo.config.batch import BatchConfig
+from slime_ppo.config.checkpoint import CheckpointConfig
 from slime_ppo.config.cluster import ClusterConfig
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.critic import CriticConfig
@@ -35,6 +36,7 @@ class Config:
     """
 
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -194,10 +196,12 @@ def _first(*given: Number | None) -> Number:
 
 
 def _actor(config: Config) -> RoleSettings:
+    run_folder = config.run.save.rstrip("/")
     return RoleSettings(
         role="actor",
         hf_folder=config.model.hf_checkpoint,
-        save_folder=f"{config.run.save.rstrip('/')}/hf",
+        checkpoint_folder=f"{run_folder}/actor",
+        save_folder=f"{run_folder}/hf",
         num_nodes=config.parallel.actor_num_nodes,
         num_ranks_per_node=config.parallel.actor_num_gpus_per_node,
         tp_size=config.parallel.tensor_model_parallel_size,
@@ -215,11 +219,13 @@ def _actor(config: Config) -> RoleSettings:
 
 def _critic(config: Config) -> RoleSettings:
     critic, actor = config.critic, _actor(config)
+    folder = f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save
     tp_size = _first(critic.tensor_model_parallel_size, actor.tp_size)
     return RoleSettings(
         role="critic",
         hf_folder=actor.hf_folder if critic.load is None else critic.load,
-        save_folder=f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save,
+        checkpoint_folder=folder,
+        save_folder=f"{folder.rstrip('/')}/hf",
         num_nodes=_first(critic.num_nodes, actor.num_nodes),
         num_ranks_per_node=_first(critic.num_gpus_per_node, actor.num_ranks_per_node),
         tp_size=tp_size,

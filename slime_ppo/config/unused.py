@@ -29,6 +29,9 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
         for spec in OPTIONS:
             if spec.section == "sglang":
                 yield spec.key, "--rollout-engine sglang"
+    if not config.checkpoint.save_checkpoints:
+        for name in ("save_interval", "async_save", "keep_checkpoints"):
+            yield f"checkpoint.{name}", "--save-checkpoints"
     if not config.tracking.use_wandb:
         yield "tracking.wandb_project", "--use-wandb"
         yield "tracking.wandb_mode", "--use-wandb"
@@ -49,6 +52,8 @@ def _of_the_estimator(config: Config) -> Iterator[tuple[str, str]]:
             yield "ppo.adaptive_lambd", needed
             if not ppo.estimator_spec.uses_token_rewards:
                 yield "ppo.gamma", "an --advantage-estimator that reads token rewards (gae, reinforce_plus_plus)"
+    elif config.critic.init_value_head != "normal":
+        yield "critic.init_value_head_std", "--init-value-head normal"
     if ppo.advantage_estimator in ADVANTAGE_ESTIMATORS.entries and ppo.advantage_estimator != "grpo":
         yield "ppo.grpo_std_normalization", "--advantage-estimator grpo"
     if not ppo.estimator_spec.uses_groups:

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from slime_ppo.checkpoint.run_state import Checkpoint, RunState
+from slime_ppo.checkpoint.start import beginning
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import RoleName
 from slime_ppo.errors import ConfigError
@@ -20,12 +23,13 @@ from tests.helpers.tiny_llama import make_tiny_llama
 
 
 def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(tmp_path: Path) -> None:
-    records = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+    records = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "run_state.json")
     kept = ("hf/model.safetensors", "critic/model.safetensors", "tensorboard/events", "notes.txt")
     for name in (*records, *kept):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("old")
-    _claim_run_folder(make_config(run__save=str(tmp_path), run__seed=7))
+    config = make_config(run__save=str(tmp_path), run__seed=7)
+    _claim_run_folder(config, beginning(config, {}))
     assert not any((tmp_path / name).exists() for name in records)
     assert all((tmp_path / name).read_text() == "old" for name in kept)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["seed"] == 7
@@ -33,8 +37,37 @@ def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(
 
 def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
-    _claim_run_folder(make_config(run__save=str(tmp_path), tracking__use_tensorboard=True))
+    config = make_config(run__save=str(tmp_path), tracking__use_tensorboard=True)
+    _claim_run_folder(config, beginning(config, {}))
     assert not (tmp_path / "tensorboard").exists()
+
+
+def records_of_a_run(folder: Path, num_rollouts: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_text("".join(f'{{"rollout_id": {number}}}\n' for number in range(num_rollouts)))
+
+
+def test_claim_run_folder_of_a_run_that_goes_on_keeps_its_records_and_gives_up_later_checkpoints(tmp_path: Path) -> None:
+    records_of_a_run(tmp_path, 7)
+    (tmp_path / "tensorboard").mkdir()
+    config = make_config(run__save=str(tmp_path), checkpoint__load=str(tmp_path), tracking__use_tensorboard=True)
+    state = RunState("run", (Checkpoint(4, {"actor": "actor/iter_0000004"}, "rollout/state_0000004.json", "0"),))
+    begun = beginning(config, {})
+    _claim_run_folder(config, replace(begun, resumed=True, records=tmp_path, run_state=state))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7  # the trackers cut them
+    assert (tmp_path / "tensorboard").exists()
+    assert RunState.read(tmp_path) == state
+
+
+def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_along(tmp_path: Path) -> None:
+    records_of_a_run(tmp_path / "old", 7)
+    records_of_a_run(tmp_path / "new", 2)
+    config = make_config(run__save=str(tmp_path / "new"), checkpoint__load=str(tmp_path / "old"))
+    _claim_run_folder(config, replace(beginning(config, {}), resumed=True, records=tmp_path / "old"))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / "new" / name).read_text() == (tmp_path / "old" / name).read_text()
+    assert RunState.read(tmp_path / "new") is None
 
 
 class RecordingGroup:
@@ -67,7 +100,7 @@ def test_read_inputs_reads_every_evaluation_file_and_tells_what_each_has_left_ou
     config = make_config(
         model__hf_checkpoint=str(folder), run__save=str(tmp_path / "run"), data__prompt_data=paths["train"],
         data__rollout_max_prompt_len=8, data__overlong_prompt="drop", eval__eval_interval=1,
-        eval__eval_prompt_data=f"math={paths['math']},code={paths['code']}",
+        eval__eval_prompt_data=f"math={paths['math']},code={paths['code']}", critic__init_value_head="zeros",
     )  # fmt: skip
     inputs = read_inputs(config, returns_support=True)
     assert [(one.name, [p.text for p in one.prompts]) for one in inputs.eval_sets] == [("math", ["b", "c"]), ("code", ["d"])]
@@ -84,6 +117,7 @@ def inputs_with(respond: Respond, home: Path, **values: Value) -> RunInputs:
             data__prompt_data=str(home / "prompts.jsonl"),
             run__save=str(home / "run"),
             reward__rm_url=service.url,
+            critic__init_value_head="zeros",
             **values,
         )
         return read_inputs(config, returns_support=True)

@@ -17,10 +17,10 @@ LAYERS = (
     # the families' declarations: plain data, from which the config reads shapes too
     ("types", "config", "conversion.mapping", "conversion.families"),
     ("data", "rewards", "conversion", "tracking"),
-    ("rollout", "weight_sync"),
+    ("rollout", "weight_sync", "checkpoint"),
     ("backends",),
     ("orchestration",),
-    ("evaluation",),
+    ("evaluation", "saver"),
     ("trainer",),
     ("launch",),
 )
@@ -39,7 +39,9 @@ DRIVER_SIDE = (
     "orchestration",
     "tracking",
     "weight_sync",
+    "checkpoint",
     "evaluation",
+    "saver",
     "trainer",
     "launch",
     "registry",

@@ -27,7 +27,7 @@ from slime_ppo.backends.megatron.stored_state import (
 )
 from slime_ppo.backends.megatron.torch_dist_io import Piece, RankWriter, TorchDistFolder, Written, write_metadata
 from slime_ppo.conversion.hf_io import write_companions
-from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
+from slime_ppo.conversion.torch_dist_shards import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
 from slime_ppo.errors import CheckpointError
 from slime_ppo.types.load_report import LoadReport
 
@@ -87,12 +87,13 @@ def finish_save(role: "MegatronRole") -> None:
     _agree(lambda: _complete(role, save, everything), f"completing the checkpoint {save.folder}")
 
 
-def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, with_head: bool = True) -> LoadReport:
+def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, keeps_missing_head: bool = False) -> LoadReport:
     """Take over the weights in `folder`, and with the optimizer its state and, where the layouts are equal, the random states.
 
     The role is awake; its layout may be another one than that of the ranks that have saved. Weights alone may be of another
-    floating-point type. `with_head` False: a critic keeps its value head. Raises CheckpointError, the same on all ranks, that
-    lists everything missing, unexpected or of another shape or type; then nothing has changed. Collective.
+    floating-point type. `keeps_missing_head`: a critic's value head stays as it is where `folder` holds none. Raises
+    CheckpointError, the same on all ranks, that lists everything missing, unexpected or of another shape or type; then nothing
+    has changed. Collective.
     """
     _check_awake(role)
     action, path = f"loading {folder}", Path(folder)
@@ -100,12 +101,13 @@ def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, 
     common = _agree(lambda: _read_common(path), action) if with_optimizer else {}
     steps = int(common["optimizer_steps"]) if with_optimizer else 0
     stored = stored_parameters(role.models, role.table, role.layout)
-    if not with_head:
+    keeps_head = keeps_missing_head and role.table.head == "value" and not source.holds(_VALUE_HEAD, (1, role.shape.hidden_size))
+    if keeps_head:
         stored = [one for one in stored if one.place.key != _VALUE_HEAD]
     shards = optimizer_shards(role.optimizer, stored) if with_optimizer else []
     weights = [piece for one in stored for piece in weight_pieces(one)]
     expected = weights + [piece for shard in shards for piece in shard.expected_pieces(with_moments=steps > 0)]
-    _check_contents(source, expected, with_optimizer=with_optimizer, ignored=() if with_head else (_VALUE_HEAD,))
+    _check_contents(source, expected, with_optimizer=with_optimizer, ignored=(_VALUE_HEAD,) if keeps_head else ())
     items = _agree(lambda: source.plan(expected), action)
 
     if with_optimizer:

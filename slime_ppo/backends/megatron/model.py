@@ -111,6 +111,12 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @torch.no_grad()
+    def start_normal(self, std: float, *, seed: int) -> None:
+        """Draw the weight from a normal distribution, the same on every rank and in every layout."""
+        drawn = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(seed))
+        self.weight.copy_(std * drawn)
+
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
@@ -130,6 +136,13 @@ def build_chunks(
     # Megatron lists the routers of all models of the process, and would keep models alive; ours are found in their layers
     RouterReplay.clear_global_router_replay_instances()
     return chunks
+
+
+def start_value_head(models: Sequence[GPTModel], std: float, *, seed: int) -> None:
+    """Draw the value head, where one of the stages has it, from a normal distribution."""
+    for model in models:
+        if model.post_process and isinstance(model.output_layer, ValueHead):
+            model.output_layer.start_normal(std, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -202,8 +215,9 @@ def load_hf_weights(
     *,
     layout: ParallelLayout,
     source: str,
+    keeps_missing_head: bool = False,
 ) -> None:
-    """Fill this rank's shards from the HF tensors. A missing value head stays as it was built: zeros.
+    """Fill this rank's shards from the HF tensors. With `keeps_missing_head` a value head that they lack stays as it is.
 
     Raises ConversionError that lists every missing, unused or mis-shaped tensor, or says that a tied output layer is not.
     """
@@ -211,7 +225,7 @@ def load_hf_weights(
     output_names, head_names = table.family.output_layer.hf, table.family.value_head.hf
     optional: frozenset[str] = frozenset()
     if is_critic:  # its trunk may come from a policy's folder, or from one that brings a head
-        optional = frozenset((*output_names, *head_names))
+        optional = frozenset((*output_names, *head_names) if keeps_missing_head else output_names)
     elif table.shape.tie_word_embeddings:  # some folders store the tied output layer again
         optional = frozenset(output_names)
     table.check_hf_names(weights, source=source, optional=optional)

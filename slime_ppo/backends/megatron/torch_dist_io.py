@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slime_ppo.conversion.torch_dist import METADATA_FILE
+from slime_ppo.conversion.torch_dist_shards import METADATA_FILE
 from slime_ppo.errors import CheckpointError
 
 _READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, AssertionError, KeyError, AttributeError, pickle.UnpicklingError)
@@ -160,6 +160,10 @@ class TorchDistFolder:
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"{self.path}: {key} is an object, expected a tensor. Load another checkpoint")
         return found
+
+    def holds(self, key: str, whole: tuple[int, ...]) -> bool:
+        """True when there is a tensor of this name and shape."""
+        return key in self.tensor_keys and tuple(self.tensor(key).size) == whole
 
     def plan(self, pieces: Sequence[Piece]) -> list[ReadItem]:
         """What to read to fill `pieces`, whose keys are all there. Raises CheckpointError naming a tensor with a hole, or a file

@@ -1,5 +1,7 @@
 """Checks on files: folders, prompt files, roles apart, a free and writable run folder."""
 
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ def make(tmp_path: Path) -> Make:
         "data__prompt_data": str(prompts),
         "data__rollout_max_prompt_len": 32,
         "run__save": str(tmp_path / "deep" / "run"),
+        "critic__init_value_head": "zeros",
     }
     return lambda **values: make_config(**(good | values))
 
@@ -162,7 +165,7 @@ def test_check_files_that_would_overwrite_the_model_is_refused(make: Make, tmp_p
     assert f"--save (its hf folder) {hf} is {hf} (--hf-checkpoint), which" in _refusal(again)
 
 
-@pytest.mark.parametrize("place", ["critic", "run/hf", "critic.partial", "run/hf.old"])
+@pytest.mark.parametrize("place", ["critic/hf", "run/hf", "critic/hf.partial", "run/hf.old"])
 def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_overwrite(
     make: Make, tmp_path: Path, place: str
 ) -> None:
@@ -175,15 +178,16 @@ def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_ov
     check_files(make(**values))
     (folder / "thesis.txt").touch()
     message = _refusal(make(**values))
-    assert message.startswith("--critic-save: " if "critic" in place else "--save (its hf folder): ")
+    assert message.startswith("--critic-save (its hf folder): " if "critic" in place else "--save (its hf folder): ")
     assert f"{folder} holds thesis.txt: it is not an earlier export" in message
     check_files(make(**values, model__save_hf=False))
     assert (folder / "thesis.txt").exists()
 
 
 def test_check_files_with_saved_weights_in_the_critic_folder_needs_overwrite(make: Make, tmp_path: Path) -> None:
-    folder = str(write_model_folder(tmp_path / "critic"))
-    assert f"--critic-save {folder}: already holds saved weights" in _refusal(make(critic__save=folder))
+    folder = str(tmp_path / "critic")
+    write_model_folder(tmp_path / "critic" / "hf")
+    assert f"--critic-save (its hf folder) {folder}/hf: already holds saved weights" in _refusal(make(critic__save=folder))
     check_files(make(critic__save=folder, run__overwrite=True))
     (tmp_path / "empty").mkdir()
     check_files(make(critic__save=str(tmp_path / "empty")))
@@ -204,6 +208,19 @@ def test_check_files_with_a_used_run_folder_needs_overwrite(make: Make, tmp_path
     (run / "metrics.jsonl").touch()
     assert "already holds a run (metrics.jsonl)" in _refusal(make(run__save=str(run)))
     check_files(make(run__save=str(run), run__overwrite=True))
+    (run / "metrics.jsonl").rename(run / "run_state.json")
+    message = _refusal(make(run__save=str(run)))
+    assert "already holds a run (run_state.json)" in message and f"go on with that run by --load {run}" in message
+
+
+def test_check_files_with_a_run_that_goes_on_in_its_folder_needs_no_overwrite(make: Make, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_model_folder(run / "hf")
+    (run / "metrics.jsonl").touch()
+    values: dict[str, Value] = {"run__save": str(run), "checkpoint__load": f"{tmp_path}/./run"}
+    assert "already holds saved weights" in _refusal(make(**values)), "a run that begins there would lose them"
+    (run / "run_state.json").touch()
+    check_files(make(**values))
 
 
 def test_check_files_with_a_save_folder_that_cannot_be_written_says_why(make: Make, tmp_path: Path) -> None:
@@ -227,9 +244,56 @@ def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, 
 
 
 def test_preflight_without_a_critic_asks_nothing_of_its_folders(make: Make, tmp_path: Path) -> None:
-    weights = write_model_folder(tmp_path / "kept")
+    weights = write_model_folder(tmp_path / "kept" / "hf").parent
     for critic in ({"critic__load": "nowhere"}, {"critic__save": "/proc/slime_critic"}, {"critic__save": str(weights)}):
         shapes = preflight(make(**critic, ppo__advantage_estimator="grpo"))
         assert (shapes.actor.num_layers, shapes.critic) == (4, None)
         with pytest.raises(ConfigError, match="critic"):
             preflight(make(**critic))
+
+
+def _write_tensor(folder: Path, shape: tuple[int, int]) -> None:
+    """Weights of one tensor, score.weight."""
+    size = 4 * shape[0] * shape[1]
+    header = json.dumps({"score.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+
+
+def test_preflight_critic_without_a_value_head_is_told_how_to_start_one(make: Make, tmp_path: Path) -> None:
+    headless: dict[str, Value] = {"critic__init_value_head": None}
+    message = _refusal(make(**headless))
+    assert message.startswith(f"the critic starts from --hf-checkpoint {tmp_path}/model, which holds no value head (score.weight)")
+    assert "--init-value-head zeros or normal" in message
+    policy = write_model_folder(tmp_path / "policy")
+    assert f"starts from --critic-load {policy}, which" in _refusal(make(**headless, critic__load=str(policy)))
+    preflight(make(**headless, critic__load=str(policy), ppo__advantage_estimator="grpo"))
+    for start in ("zeros", "normal"):
+        preflight(make(critic__init_value_head=start))
+
+
+def test_preflight_critic_from_a_reward_model_needs_one_label_and_no_start(make: Make, tmp_path: Path) -> None:
+    reward_model = write_model_folder(tmp_path / "reward", architectures=["LlamaForSequenceClassification"])
+    config = make(critic__init_value_head=None, critic__load=str(reward_model))
+    _write_tensor(reward_model, (1, 128))
+    preflight(config)
+    _write_tensor(reward_model, (2, 128))
+    assert _refusal(config).startswith(f"{reward_model} scores 2 labels (score.weight), expected one")
+
+
+def test_preflight_critic_from_a_checkpoint_reads_the_model_beside_its_weights(make: Make, tmp_path: Path) -> None:
+    critic = tmp_path / "run" / "critic"
+    config = make(critic__init_value_head=None, critic__load=str(critic))
+    iteration = critic / "iter_0000020"
+    iteration.mkdir(parents=True)
+    latest = critic / "latest_checkpointed_iteration.txt"
+    latest.write_text("20")
+    assert f"{latest} names 20, but {iteration} holds no torch_dist checkpoint" in _refusal(config)
+    (iteration / ".metadata").touch()
+    assert f"--critic-load {critic}: {iteration} is a torch_dist checkpoint without hf/config.json" in _refusal(config)
+    write_model_folder(iteration / "hf", architectures=["LlamaForCausalLM"])
+    assert "which holds no value head" in _refusal(config)
+    preflight(make(critic__load=str(critic)))
+    write_model_folder(iteration / "hf", architectures=["LlamaForSequenceClassification"], num_hidden_layers=2)
+    (iteration / "hf" / "model.safetensors").unlink()
+    for load in (critic, iteration):
+        assert preflight(make(critic__init_value_head=None, critic__load=str(load))).critic.num_layers == 2
