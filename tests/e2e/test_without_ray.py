@@ -43,7 +43,7 @@ def test_two_ranks_of_torchrun_give_the_numbers_of_ray(
     assert output.count("launcher: local, 2 ranks by torchrun, no Ray") == 1
     assert output.count("rollout 3/4") == 1, "only rank 0 prints"
     assert_same_run(tmp_path / "run", one_rank)
-    assert (tmp_path / "run" / "hf" / "config.json").is_file() and (tmp_path / "run" / "critic" / "config.json").is_file()
+    assert all((tmp_path / "run" / folder / "config.json").is_file() for folder in ("hf", "critic/hf"))
 
 
 def test_rank_that_raises_ends_all_ranks_with_its_message(local_runs: Runs, tmp_path: Path) -> None:

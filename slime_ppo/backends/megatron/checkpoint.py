@@ -27,7 +27,7 @@ from slime_ppo.backends.megatron.stored_state import (
 )
 from slime_ppo.backends.megatron.torch_dist_io import Piece, RankWriter, TorchDistFolder, Written, write_metadata
 from slime_ppo.conversion.hf_io import write_companions
-from slime_ppo.conversion.torch_dist_shards import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
+from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
 from slime_ppo.errors import CheckpointError
 from slime_ppo.types.load_report import LoadReport
 

@@ -18,7 +18,7 @@ from slime_ppo.backends.megatron.model import converted_parameters, split_place
 from slime_ppo.backends.megatron.torch_dist_io import Piece
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.table import ConversionTable
-from slime_ppo.conversion.torch_dist_shards import OPTIMIZER_PREFIX, Place, is_tied_copy, place_of
+from slime_ppo.conversion.torch_dist import OPTIMIZER_PREFIX, Place, is_tied_copy, place_of
 from slime_ppo.parallel.layout import ParallelLayout
 
 MAIN, MOMENTS = "param", ("exp_avg", "exp_avg_sq")

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slime_ppo.conversion.torch_dist_shards import METADATA_FILE
+from slime_ppo.conversion.torch_dist import METADATA_FILE
 from slime_ppo.errors import CheckpointError
 
 _READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, AssertionError, KeyError, AttributeError, pickle.UnpicklingError)
