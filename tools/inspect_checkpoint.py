@@ -7,6 +7,7 @@ are read, unless --hash asks for more. Exit code 0: whole; 1: something is missi
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,9 +62,8 @@ def _show_run(folder: Path, run_state: RunState) -> int:
         problems += wrong
         waiting = ", samples that wait for their training" if checkpoint.buffered else ""
         state = "whole" if not wrong else f"{len(wrong)} problem{'' if len(wrong) == 1 else 's'}"
-        print(
-            f"  after rollout {checkpoint.rollout_id}: {' and '.join(checkpoint.folders)}, {size_words(num_bytes)}{waiting}: {state}"
-        )
+        what = f"{' and '.join(checkpoint.folders)}, {size_words(num_bytes)}{waiting}"
+        print(f"  after rollout {checkpoint.rollout_id}: {what}: {state}")
         for role, path in checkpoint.folders.items():
             print(f"    {role}: {folder / path}")
     return _show_problems(problems)
@@ -116,4 +116,5 @@ def _show_problems(problems: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     sys.exit(main(sys.argv[1:]))

@@ -77,8 +77,9 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDiff
         return TensorDifference(name, dtypes, one.numel(), False, float("nan"), float("nan"))
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     equal, largest, scale = True, torch.zeros(()), torch.zeros(())
-    for left, right in zip(one.reshape(-1).split(_BLOCK), other.reshape(-1).split(_BLOCK), strict=True):
-        left, right = left.to(narrow), right.to(narrow)
+    flat, other_flat = one.reshape(-1), other.reshape(-1)
+    for start in range(0, len(flat), _BLOCK):
+        left, right = flat[start : start + _BLOCK].to(narrow), other_flat[start : start + _BLOCK].to(narrow)
         equal &= torch.equal(left.view(torch.uint8), right.view(torch.uint8))
         # maximum passes nan on, and python's max does not
         largest = torch.maximum(largest, (left.float() - right.float()).abs().max())
@@ -88,7 +89,7 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDiff
 
 def layer_of(table: ConversionTable) -> dict[str, str]:
     """HF name -> the part of the model it belongs to, as in "layer 3"."""
-    parts = {}
+    parts: dict[str, str] = {}
     for rule in by_layer(table.rules):
         layer = re.match(r"decoder\.layers\.(\d+)\.", rule.megatron)
         part = f"layer {layer[1]}" if layer else rule.megatron.removesuffix(".weight").split(".")[-1].replace("_", " ")
