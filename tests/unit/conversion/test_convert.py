@@ -1,6 +1,7 @@
 """Both converters on folders: bit-equal round trips, complete lists of what is wrong, and outputs that are whole or not there."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_ppo.checkpoint.files import file_sizes
 from slime_ppo.conversion.convert import plan_hf, plan_torch_dist, write_hf_folder, write_torch_dist_folder
 from slime_ppo.conversion.families import FAMILIES
 from slime_ppo.conversion.hf_io import HfWeights
@@ -250,3 +252,23 @@ def test_no_room_on_the_disk_is_said_before_anything_is_written(tmp_path: Path, 
     with pytest.raises(CheckpointError, match="the output needs 0.0 GB. Make room"):
         _to_torch_dist(folder, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
+def test_file_that_cannot_be_written_to_its_end_is_an_error_and_leaves_the_earlier_output(
+    tmp_path: Path, write: Callable[[Path, Path], Path]
+) -> None:
+    """As on a full disk, which is not full yet when the writing starts."""
+    source = make_tiny_llama(tmp_path / "hf")
+    if write is _to_hf:
+        source = _to_torch_dist(source, tmp_path / "source")
+    out = write(source, tmp_path / "out")
+    before = file_sizes(out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.*File too large.*\): make room, or write elsewhere"):
+            write(source, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file_sizes(out) == before and [path.name for path in tmp_path.glob("out*")] == ["out"]
