@@ -23,13 +23,12 @@ from slime_ppo.checkpoint.layout import (
     buffer_name,
     is_iteration,
     is_state_file,
-    iteration_name,
     state_name,
 )
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import FORMAT, Checkpoint, RunState, SavedState, path_in
-from slime_ppo.config.critic_start import LATEST_FILE
 from slime_ppo.config.roles import RoleName
+from slime_ppo.conversion.torch_dist_folder import LATEST_FILE, iteration_folder
 from slime_ppo.errors import CheckpointError
 from slime_ppo.orchestration.interrupts import StopRequest
 from slime_ppo.orchestration.protocols import TrainGroup
@@ -88,7 +87,7 @@ class CheckpointSaver:
         with self._guarded(progress.rollout_id):
             for role, folder in {} if newest is not None else self.plan.folders.items():
                 self._take(role)
-                partial = folder / (iteration_name(progress.rollout_id) + PARTIAL)
+                partial = folder / (iteration_folder(progress.rollout_id) + PARTIAL)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 self._groups[role].save_checkpoint(str(partial), in_background=in_background)
@@ -123,7 +122,7 @@ class CheckpointSaver:
             self._groups[role].finish_save()
         listed: dict[RoleName, str] = {}
         for role, folder in self.plan.folders.items():
-            final = folder / iteration_name(rollout_id)
+            final = folder / iteration_folder(rollout_id)
             partial = final.with_name(final.name + PARTIAL)
             if not any(partial.iterdir()):
                 raise CheckpointError(
@@ -184,7 +183,7 @@ class CheckpointSaver:
             self.state = RunState.read(run) or self.state  # the list may have been replaced before what failed
             if self._with_weights_of(rollout_id) is None:
                 for folder in self.plan.folders.values():
-                    for name in (iteration_name(rollout_id) + PARTIAL, iteration_name(rollout_id)):
+                    for name in (iteration_folder(rollout_id) + PARTIAL, iteration_folder(rollout_id)):
                         _remove(folder / name)
             newest = self.state.newest
             left = (

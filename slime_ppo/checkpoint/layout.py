@@ -20,11 +20,6 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _STATE_FILE = re.compile(r"(state_\d{7,}(_buffered)?\.json|buffer_\d{7,}\.npz)(\.new)?")
 
 
-def iteration_name(rollout_id: int) -> str:
-    """The folder of a checkpoint after `rollout_id` rollouts, as Megatron names it."""
-    return f"iter_{rollout_id:07d}"
-
-
 def iteration_number(name: str) -> int | None:
     """The number in a folder's name; None when it is no whole checkpoint's."""
     found = _ITERATION.fullmatch(name)

@@ -14,12 +14,12 @@ from slime_ppo.checkpoint.files import read_json, size_problems
 from slime_ppo.checkpoint.layout import IDENTITY_FILE, iteration_number, role_folders
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import Checkpoint, RunState, SavedState
-from slime_ppo.config.critic_start import checkpoint_in
 from slime_ppo.config.fields import shown
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.preflight import RUN_STATE_FILE, loads_own_folder
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import OPTION_BY_KEY, Config
+from slime_ppo.conversion.torch_dist_folder import find_torch_dist, is_torch_dist
 from slime_ppo.data.source import DataSource
 from slime_ppo.errors import CheckpointError, ConfigError
 from slime_ppo.types.load_report import LoadReport
@@ -92,9 +92,9 @@ def find_start(config: Config, shapes: Mapping[RoleName, ModelShape], prompts: D
     if _is_hf_folder(folder):
         _refuse_as_save(in_place, folder, "a Hugging Face folder")
         return _from_hf(fresh, folder)
-    if (iteration := checkpoint_in(folder)) is not None:
+    if is_torch_dist(folder):
         _refuse_as_save(in_place, folder, "a torch_dist folder")
-        return _from_torch_dist(fresh, iteration)
+        return _from_torch_dist(fresh, find_torch_dist(folder).weights)
     if in_place:
         return replace(fresh, text=f"--load {given} holds no checkpoint yet: the run starts at its beginning")
     found = ", ".join(sorted(os.listdir(folder))[:_MAX_LISTED]) or "nothing" if folder.is_dir() else "no such folder"

@@ -42,7 +42,7 @@ def _rows(file: pq.ParquetFile, path: PromptPath) -> Iterator[RawRow]:
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
         first, end = max(index, wanted.start), min(index + len(batch), wanted.stop)
         kept = batch.slice(first - index, max(0, end - first))
-        for place, content in enumerate(kept.to_pylist(maps_as_pydicts="lossy"), start=first):
+        for place, content in enumerate(kept.to_pylist(), start=first):
             yield RawRow(place, f"{path.file}[{place}]", {key: _as_json(value) for key, value in content.items()})
         index += len(batch)
         if index >= wanted.stop:
@@ -59,6 +59,8 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 def _as_json(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], tuple):  # a map; older versions of pyarrow have no other form
+        return {str(key): _as_json(entry) for key, entry in value}
     if isinstance(value, list):
         return [_as_json(entry) for entry in value]
     return value if isinstance(value, _PLAIN_TYPES) else str(value)

@@ -65,7 +65,6 @@ def test_signal_to_torchrun_has_the_run_saved_and_ends_all_ranks(local_runs: Run
     driver.send_signal(signal.SIGTERM)
     output = driver.communicate(timeout=60)[0]
     assert re.search(r"stopped by SIGTERM in rollout \d+.*; saved after \d+ rollouts: go on with --load", output)
-    assert re.search(r"exitcode *: 3", output)
     assert (tmp_path / "run" / "run_state.json").is_file()
     assert alive(children, max(0.0, start + ENDS_WITHIN_S - time.monotonic())) == []
     assert (tmp_path / "run" / "report.html").is_file()

@@ -90,7 +90,9 @@ QWEN = """\
         {%- endif %}
         {{- '<|im_start|>assistant\\n' }}
         {% generation %}
-        {{- content }}
+        {% if content %}
+{{ content }}
+        {% endif %}
         {%- for call in message.tool_calls or [] %}
             {%- set call = call.function if call.function else call %}
             {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ call.arguments | tojson ~ '}\\n</tool_call>' }}

@@ -28,6 +28,7 @@ from slime_ppo.backends.megatron.stored_state import (
 from slime_ppo.backends.megatron.torch_dist_io import Piece, RankWriter, TorchDistFolder, Written, write_metadata
 from slime_ppo.conversion.hf_io import write_companions
 from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
+from slime_ppo.conversion.torch_dist_folder import extra_states
 from slime_ppo.errors import CheckpointError
 from slime_ppo.types.load_report import LoadReport
 
@@ -63,7 +64,7 @@ def save_checkpoint(role: "MegatronRole", folder: str, *, in_background: bool) -
     # the first rank alone: another one might find what a faster rank has written already
     _agree(lambda: _make_folder(target) if _is_first(role) else None, f"making {target}")
     steps = max(gather_objects(steps_done(role.optimizer), dist.group.WORLD))
-    writer = RankWriter(target, _own_pieces(role), {_rng_key(role): _rng_state(role)}, rank=role.settings.rank.rank)
+    writer = RankWriter(target, _own_pieces(role), _own_objects(role), rank=role.settings.rank.rank)
     if in_background:
         writer.detach()
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -178,6 +179,20 @@ def _own_pieces(role: "MegatronRole") -> list[Piece]:
     return weights + [piece for shard in shards for piece in shard.pieces()]
 
 
+def _own_objects(role: "MegatronRole") -> dict[str, bytes]:
+    """This rank's random states; from the first rank also the extra states of linears, all empty, that Megatron's own loader asks
+    for."""
+    empty = dict.fromkeys(extra_states(role.table), _packed(None)) if _is_first(role) else {}
+    return {_rng_key(role): _rng_state(role)} | empty
+
+
+def _packed(value: object) -> bytes:
+    """An object as Megatron stores it: the list of its copies."""
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return buffer.getvalue()
+
+
 def _common_state(role: "MegatronRole", steps: int) -> dict[str, Any]:
     """What all ranks have in common; the first entries are for Megatron's own loader."""
     common: dict[str, Any] = {
@@ -270,9 +285,7 @@ def _rng_state(role: "MegatronRole") -> bytes:
     states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if role.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    buffer = io.BytesIO()
-    torch.save([states], buffer)
-    return buffer.getvalue()
+    return _packed(states)
 
 
 def _restore_rng(content: bytes) -> None:

@@ -111,7 +111,7 @@ def test_find_start_from_a_torch_dist_folder_takes_weights_only(run: Path, tmp_p
 
 def test_find_start_from_a_torch_dist_folder_whose_list_names_another_is_refused(run: Path, tmp_path: Path, shapes: Shapes) -> None:
     (run / "actor" / "latest_checkpointed_iteration.txt").write_text("6\n")
-    assert "names 6, but" in refusal(loading(run / "actor", save=tmp_path / "new"), shapes)
+    assert "names '6', but" in refusal(loading(run / "actor", save=tmp_path / "new"), shapes)
 
 
 def test_find_start_from_the_critics_folder_for_the_actor_is_refused(run: Path, tmp_path: Path, shapes: Shapes) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slime_ppo.rewards.base import RewardFailure, RewardInput, RewardSpec
-from slime_ppo.rewards.math import MathReward
+from slime_ppo.rewards.math import MathReward, _marked
 from slime_ppo.rewards.runner import RewardRunner
 from slime_ppo.types.sample import FinishReason, Prompt, Sample, one_version
 
@@ -87,6 +87,18 @@ def test_math_label_that_is_none_is_no_reward(reward: MathReward) -> None:
     assert score(reward, None, "5") == RewardFailure("needs a label to compare with, and the prompt has none (--label-key)")
     assert score(reward, "####", "5") == RewardFailure("found no answer in the label '####'")
     assert score(reward, " ", "5") == RewardFailure("found no answer in the label ' '")
+
+
+def test_math_box_is_closed_by_its_own_brace_alone() -> None:
+    assert _marked(r"\boxed{x \{ y} and }") == r"x \{ y"
+    assert _marked(r"\boxed{\frac{1}{2}} }") == r"\frac{1}{2}"
+
+
+@pytest.mark.parametrize("response", [r"\boxed{0.125}", "so it is 0.125"])
+def test_math_equality_is_found_in_any_thread(reward: MathReward, response: str) -> None:
+    """math-verify's own time limit would raise here: its signal needs the main thread."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(score, reward, "1/8", response).result() == 1.0
 
 
 def sample(sample_id: int, response: str) -> Sample:
