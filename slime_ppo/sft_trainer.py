@@ -105,6 +105,8 @@ class SftTrainer:
         metrics |= {
             "train/epoch": num_examples / len(parts.examples),
             "rollout/response_len/mean": float(batch.response_lens.mean()),
+            "rollout/response_len/min": float(batch.response_lens.min()),
+            "rollout/response_len/max": float(batch.response_lens.max()),
             "rollout/num_samples": float(batch.num_samples),
         }
         phases = parts.clock.phases()

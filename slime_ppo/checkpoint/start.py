@@ -199,8 +199,8 @@ def _check_roles(config: Config, chosen: Checkpoint, saved: SavedState) -> None:
     saved_by = saved.settings.get("objective", "ppo")
     if saved_by != config.objective:
         raise CheckpointError(
-            f"the run in --load {config.checkpoint.load} is one of scripts/train_{saved_by}.py, and only that goes on with it. Start "
-            f"from its weights: --load {config.checkpoint.load}/{chosen.folders['actor']}"
+            f"the run in --load {config.checkpoint.load} is one of scripts/train_{saved_by}.py, and only that goes on with it. "
+            f"Start from its weights: --load {config.checkpoint.load}/{chosen.folders['actor']}"
         )
     if sorted(ours) != sorted(theirs) or sorted(theirs) != sorted(saved.files):
         raise CheckpointError(

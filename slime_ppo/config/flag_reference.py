@@ -3,7 +3,8 @@
 import sys
 
 from slime_ppo.config.fields import OptionSpec
-from slime_ppo.config.root import OPTIONS, SECTIONS
+from slime_ppo.config.root import OPTION_BY_KEY, OPTIONS, SECTIONS, SFT_OPTIONS, SFT_SECTIONS
+from slime_ppo.config.sft import SftConfig
 
 _INTRO = """\
 # Options
@@ -29,13 +30,25 @@ critic:
 
 
 def flag_reference() -> str:
-    """The text of configs/README.md: one table per section."""
-    return _INTRO + "".join(_section_table(section, declared) for section, declared in SECTIONS.items())
+    """The text of configs/README.md: one table per section, at the end that of supervised fine-tuning."""
+    tables = [_section_table(section, declared) for section, declared in SECTIONS.items()]
+    return _INTRO + "".join(tables) + _sft_text() + _section_table("sft", SftConfig)
+
+
+def _sft_text() -> str:
+    """What scripts/train_sft.py takes of the sections above."""
+    own = {spec.key for spec in SFT_OPTIONS}
+    shared = [f"`{section}`" for section in SFT_SECTIONS if section in SECTIONS]
+    without = [f"`{spec.flag}`" for spec in OPTIONS if spec.section in SFT_SECTIONS and spec.key not in own]
+    return (
+        f"\nThe options above are those of scripts/train_ppo.py. scripts/train_sft.py has the sections {', '.join(shared)}, "
+        f"without {', '.join(without)}, and one of its own:\n"
+    )
 
 
 def _section_table(section: str, declared: type) -> str:
     about = (declared.__doc__ or "").splitlines()[0]
-    rows = [_row(spec) for spec in OPTIONS if spec.section == section]
+    rows = [_row(spec) for spec in OPTION_BY_KEY.values() if spec.section == section]
     return "\n".join(
         [
             f"\n## `{section}`",

@@ -71,7 +71,8 @@ class Config:
 
     @property
     def generates(self) -> bool:
-        """False when rollouts come from files (--debug-train-only) and in supervised fine-tuning: no engine is started, and nothing is evaluated."""
+        """False when rollouts come from files (--debug-train-only) and in supervised fine-tuning: no engine is started,
+        and nothing is answered for an evaluation."""
         return not self.debug.debug_train_only and self.objective == "ppo"
 
     @property

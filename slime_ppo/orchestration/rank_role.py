@@ -38,7 +38,8 @@ def import_megatron(device: DeviceKind) -> None:
 
 
 class RankRole:
-    """The actor, of PPO or of SFT, or the critic of this rank, once it was started as one. All ranks of the role are called together."""
+    """The actor, of PPO or of SFT, or the critic of this rank, once it was started as one. All ranks of the role are called
+    together."""
 
     def __init__(self) -> None:
         self._started: ActorRole | CriticRole | SftRole | None = None
@@ -78,7 +79,7 @@ class RankRole:
     def compute_advantages(self, batch: RolloutBatch, kl_coef: float) -> tuple[ColumnPart | None, Stats]:
         """Of the critic, or of an actor that trains without one."""
         if self._judge is None:
-            raise RuntimeError("advantages were asked of a rank that has not been started as the critic or the actor of PPO")
+            raise RuntimeError("advantages were asked of a rank that has not been started as the actor or the critic of PPO")
         return self._judge.compute_advantages(batch, kl_coef)
 
     def train(self, batch: RolloutBatch, plan: StepPlan, learning_rates: Sequence[float]) -> list[Stats]:

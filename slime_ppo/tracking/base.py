@@ -16,9 +16,9 @@ _ACTOR_TURN, _CRITIC_TURN = "train/skipped_steps", "train/critic-skipped_steps"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run as a whole; `unit` is what its lines call a rollout. `start_rollout` is 0, or the first rollout of a resumed run: what trackers hold of that rollout
-    and later ones is from before the interruption and is replaced. `run_id` is the same before and after; None: it is not resumed
-    under it."""
+    """The run as a whole; `unit` is what its lines call a rollout. `start_rollout` is 0, or the first rollout of a resumed run:
+    what trackers hold of that rollout and later ones is from before the interruption and is replaced. `run_id` is the same before
+    and after; None: it is not resumed under it."""
 
     title: str
     run_dir: Path

@@ -117,7 +117,8 @@ def rollout_line(
     eta_s: float | None,
     unit: str = "rollout",
 ) -> str:
-    """The outcome of a rollout, which the line calls `unit`; `previous_reward` gives the change in brackets. Metrics without a value are left out."""
+    """The outcome of a rollout, which the line calls `unit`; `previous_reward` gives the change in brackets. Metrics without a
+    value are left out."""
     metrics = record.metrics
     head = f"{unit} {record.rollout_id}/{num_rollout}" + (" (critic only)" if record.critic_only else "")
     parts = [head]

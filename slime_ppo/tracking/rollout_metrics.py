@@ -17,6 +17,7 @@ _DENOMINATOR = ("denominator_tokens", "denominator_trajectories", *(f"denominato
 # training statistic -> metric name; names users of Megatron RL trainers know
 _ACTOR_NAMES = {
     "loss": "loss",
+    "nll": "nll",
     "pg_loss": "pg_loss",
     "pg_clipfrac": "pg_clipfrac",
     "pg_clipfrac_low": "pg_clipfrac_low",

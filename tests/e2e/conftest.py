@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUS_OF_CLUSTER = 4
+QUICKSTART = "configs/quickstart_cpu.yaml"
 
 # small and quick: 4 rollouts of 16 samples, one of them critic only, two optimizer steps each
 SMALL = (
@@ -29,9 +30,11 @@ class Runs:
     model: Path
     environment: Mapping[str, str] = field(repr=False)
 
-    def start(self, save: Path, *flags: str, script: str = "scripts/train_ppo.py") -> subprocess.Popen[str]:
+    def start(
+        self, save: Path, *flags: str, script: str = "scripts/train_ppo.py", config: str = QUICKSTART
+    ) -> subprocess.Popen[str]:
         command = [
-            sys.executable, script, "--config", "configs/quickstart_cpu.yaml",
+            sys.executable, script, "--config", config,
             # relative: the workers of a joined cluster stand in another directory
             "--hf-checkpoint", os.path.relpath(self.model, ROOT), "--save", os.path.relpath(save, ROOT), *flags,
         ]  # fmt: skip
@@ -39,9 +42,16 @@ class Runs:
             command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def finish(self, save: Path, *flags: str, script: str = "scripts/train_ppo.py", timeout_s: float = 300) -> tuple[int, str]:
+    def finish(
+        self,
+        save: Path,
+        *flags: str,
+        script: str = "scripts/train_ppo.py",
+        config: str = QUICKSTART,
+        timeout_s: float = 300,
+    ) -> tuple[int, str]:
         """(exit code, output) of a whole run."""
-        driver = self.start(save, *flags, script=script)
+        driver = self.start(save, *flags, script=script, config=config)
         output, _ = driver.communicate(timeout=timeout_s)
         return driver.returncode, output
 
@@ -49,7 +59,7 @@ class Runs:
         """A driver and its ranks without Ray, in processes that torchrun starts."""
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), script,
-            "--config", "configs/quickstart_cpu.yaml", "--hf-checkpoint", str(self.model), "--save", str(save), *flags,
+            "--config", QUICKSTART, "--hf-checkpoint", str(self.model), "--save", str(save), *flags,
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=ROOT, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

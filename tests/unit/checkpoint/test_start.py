@@ -331,3 +331,9 @@ def test_check_role_folders_free_refuses_the_checkpoints_of_another_run(run: Pat
     with pytest.raises(ConfigError, match=r"critic already holds checkpoints \(iter_0000002, iter_0000004\), which are not"):
         check_role_folders_free(config, start.run_state)
     check_role_folders_free(loading(run), start_of(loading(run), shapes).run_state)
+
+
+def test_run_of_the_other_script_is_refused_and_its_weights_are_named(run: Path, shapes: Shapes) -> None:
+    text = refusal(replace(loading(run), objective="sft"), shapes)
+    assert "is one of scripts/train_ppo.py, and only that goes on with it" in text
+    assert f"--load {run}/actor/iter_0000004" in text

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_ppo.config.cli import ParsedCommand, parse_config, print_config_text, run_cli
-from slime_ppo.config.root import OPTIONS
+from slime_ppo.config.cli import SFT, ParsedCommand, parse_config, print_config_text, run_cli
+from slime_ppo.config.root import OPTIONS, SFT_OPTIONS
 from slime_ppo.errors import ConfigError, RolloutError
 
 REQUIRED = ("--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl")
@@ -182,3 +182,45 @@ def test_quickstart_recipe_has_the_measured_numbers() -> None:
         1,
         0,
     )
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (("--kl-coef", "1"), ("--kl-coef (KL to the reference", "is for PPO (scripts/train_ppo.py) and has no meaning")),
+        (("--n-samples-per-prompt", "2"), ("has no meaning in supervised fine-tuning",)),
+        (("--rollout-max-response-len", "9"), ("has no meaning", "Did you mean --max-response-len?")),
+        (("--no-offload",), ("--no-offload", "has no meaning")),
+        (("--sglang-page-size", "1"), ("unknown flag --sglang-page-size",)),
+        (("--response-keys", "a"), ("unknown flag --response-keys. Did you mean --response-key?",)),
+        (("--global-batch-size", "9", "--actor-num-gpus-per-node", "2"), ("2 data-parallel ranks", "Use --global-batch-size 10")),
+        (("--eval-interval", "2"), ("--eval-interval 2 needs --eval-data",)),
+        (("--eval-data", "x.jsonl@[3"), ("--eval-data x.jsonl@[3",)),
+        (("--max-response-len", "0"), ("sft.max_response_len is 0, expected a whole number >= 1",)),
+    ],
+)
+def test_parse_config_of_fine_tuning_refuses_what_has_no_meaning_and_names_the_nearest(
+    argv: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config([*REQUIRED, *argv], SFT)
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_parse_config_of_ppo_names_the_script_of_an_option_of_fine_tuning() -> None:
+    with pytest.raises(ConfigError, match=r"--max-response-len \(.*\) is for supervised fine-tuning \(scripts/train_sft.py\)"):
+        parse_config([*REQUIRED, "--max-response-len", "9"])
+
+
+def test_parse_config_of_fine_tuning_is_one_step_per_batch_and_survives_the_yaml(tmp_path: Path) -> None:
+    recipe = REPOSITORY / "configs" / "sft_cpu.yaml"
+    parsed = parse_config(["--config", str(recipe), "--num-rollout", "7"], SFT)
+    config = parsed.config
+    assert (config.roles, config.generates, config.offloads) == (("actor",), False, False)
+    assert (config.steps_per_rollout, config.planned_actor_steps, config.max_sample_tokens) == (1, 7, 96)
+    assert list(parsed.origins) == [spec.key for spec in SFT_OPTIONS]
+    for text in (config.to_yaml(), print_config_text(parsed)):
+        again = parse_config(["--config", _yaml(tmp_path, "config.yaml", text)], SFT).config
+        assert again == config
+    with pytest.raises(ConfigError, match="unknown section 'ppo'"):
+        parse_config(["--config", _yaml(tmp_path, "ppo.yaml", "ppo:\n  gamma: 1.0\n"), *REQUIRED], SFT)

@@ -25,7 +25,7 @@ class Batch:
 def rank_process(started: Role | None) -> Any:
     process: Any = RankProcess.__new__(RankProcess)
     process._rank = RankRole()
-    process._rank._started = started
+    process._rank._started = process._rank._judge = started
     return process
 
 
