@@ -302,8 +302,12 @@ SFT_SECTIONS: Mapping[str, type] = {
         *("run", "checkpoint", "model", "data", "sft", "batch", "optimizer", "parallel", "recompute", "cluster", "tracking"),
     )
 }
-_NOT_OF_SFT = ("model.ref_load", "data.label_key", "batch.partial_step", "cluster.colocate", "cluster.offload")
-_NOT_OF_SFT += ("tracking.log_sample_interval", "tracking.num_logged_samples")
+_NOT_OF_SFT = frozenset(
+    (
+        *("model.ref_load", "data.label_key", "batch.partial_step", "cluster.colocate", "cluster.offload"),
+        *("tracking.log_sample_interval", "tracking.num_logged_samples"),
+    )
+)
 _SFT_HELP = {
     "run.num_rollout": "total number of batches of the run, one optimizer step each",
     "data.prompt_data": "training file: JSON Lines (one object a line), or parquet where the name ends in .parquet; some of its "

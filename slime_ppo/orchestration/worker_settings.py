@@ -78,7 +78,7 @@ def worker_settings(config: Config, role: RoleName, *, init_method: str, device:
     ]
 
 
-def role_start(config: Config, role: RoleName) -> tuple[str, tuple[object, ...]]:
+def role_start(config: Config, role: str) -> tuple[str, tuple[object, ...]]:
     """The method that builds a role on its ranks, and what it is given after the rank's WorkerSettings."""
     if config.objective == "sft":
         return "start_sft", ()
