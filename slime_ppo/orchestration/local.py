@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from slime_ppo.config.device_checks import check_device
 from slime_ppo.config.launcher import launcher_text
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError, EchoedError
-from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
+from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, meeting_host, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
@@ -27,6 +28,7 @@ from slime_ppo.orchestration.rank_role import import_megatron
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
+from slime_ppo.rollout.sglang.server_args import ServerSpec
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
@@ -99,8 +101,8 @@ class LocalTrainGroup:
         numbers: Iterator[int],
         *,
         bucket_bytes: int,
-        sync_host: str = "127.0.0.1",
-        sync_timeout_s: float = 300.0,
+        sync_host: str,
+        sync_timeout_s: float,
     ) -> None:
         """`sync_host` is how the engine's servers reach rank 0; `sync_timeout_s` bounds one step of a weight sync with them."""
         self.role = role
@@ -256,6 +258,8 @@ class LocalLauncher:
         config = self._config
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         device = self._prepare_process(log_dir)
+        check_device(config, device)
+        specs, sync_host = self._server_specs(device, log_dir), meeting_host(config)
         actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
         ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         temperature = config.rollout.rollout_temperature
@@ -264,12 +268,9 @@ class LocalLauncher:
             ranks.call("critic start-up", "start_critic", settings, config.ppo)
         numbers = count()
         bucket_bytes = config.rollout.weight_bucket_bytes
-        sync_timeout_s = config.rollout.weight_sync_timeout_s
-        groups = {
-            role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes, sync_timeout_s=sync_timeout_s)
-            for role in config.roles
-        }
-        engine = self._start_embedded(device) if config.rollout.engine == "embedded" else self._start_sglang(device, log_dir)
+        sync = {"sync_host": sync_host, "sync_timeout_s": config.rollout.weight_sync_timeout_s}
+        groups = {role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes, **sync) for role in config.roles}
+        engine = self._start_embedded(device) if config.rollout.engine == "embedded" else self._start_sglang(device, specs)
         return RunningRoles(
             groups=groups,
             engine=engine,
@@ -299,18 +300,22 @@ class LocalLauncher:
         self._world.wait_for_ranks(self._config.cluster.worker_start_timeout_s)
         return start
 
-    def _start_sglang(self, device: DeviceKind, log_dir: str) -> "SGLangEngine":
+    def _server_specs(self, device: DeviceKind, log_dir: str) -> list[ServerSpec]:
+        """The servers of the run with their GPUs. Raises ConfigError when there are too few of these."""
+        if self._config.rollout.engine == "embedded":
+            return []
+        specs = server_specs(self._config, device=device, log_dir=log_dir)
+        if device == "cpu":
+            return specs
+        placed = zip(specs, self._config.engine_bundles, strict=True)
+        return [replace(spec, gpu_ids=server_gpus(self._visible_gpus, bundles)) for spec, bundles in placed]
+
+    def _start_sglang(self, device: DeviceKind, specs: Sequence[ServerSpec]) -> "SGLangEngine":
         """Servers of this process, on its node; they end with it."""
         from slime_ppo.rollout.sglang.engine import SGLangEngine
         from slime_ppo.rollout.sglang.server import LocalServer
 
         config = self._config
-        specs = server_specs(config, device=device, log_dir=log_dir)
-        if device == "cuda":
-            specs = [
-                replace(spec, gpu_ids=server_gpus(self._visible_gpus, bundles))
-                for spec, bundles in zip(specs, config.engine_bundles, strict=True)
-            ]
         servers = [LocalServer(spec) for spec in specs] or external_servers(config)
         engine = self._servers = SGLangEngine(servers, engine_settings(config, device=device))
         if config.offloads:

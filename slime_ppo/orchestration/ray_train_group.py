@@ -34,7 +34,7 @@ class RayTrainGroup:
         timeout_s: float,
         bucket_bytes: int,
         watched: list[Call],
-        sync_timeout_s: float = 300.0,
+        sync_timeout_s: float,
     ) -> None:
         """`sync_timeout_s` bounds one step of a weight sync with the engine's servers."""
         self.role = role

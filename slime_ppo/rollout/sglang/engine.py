@@ -23,6 +23,7 @@ from slime_ppo.weight_sync.base import Meeting
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
 
 _IDLE_POLL_S = 0.02
+_CONTROL_TIMEOUT_S = 60.0
 _TAGS: Mapping[EnginePart, str] = {EnginePart.KV_CACHE: "kv_cache", EnginePart.WEIGHTS: "weights"}
 """Parts in the order in which they are released; they are resumed in the opposite one."""
 
@@ -41,18 +42,17 @@ class EngineSettings:
     shape: ModelShape
     expected: Mapping[str, tuple[tuple[int, ...], str]]
     device: Literal["cpu", "cuda"]
-    pause_mode: PauseMode = "abort"
-    deterministic: bool = False
-    max_concurrency: int | None = None
-    max_attempts: int = 3
-    max_restarts: int = 10
-    request_timeout_s: float = 1800.0
-    control_timeout_s: float = 60.0
-    sync_timeout_s: float = 600.0
-    trainer_ranks: tuple[tuple[int, ...], ...] | None = None
-    releases_memory: bool = True
-    router_url: str | None = None
-    api_key: str | None = field(default=None, repr=False)
+    pause_mode: PauseMode
+    deterministic: bool
+    max_concurrency: int | None
+    max_attempts: int
+    max_restarts: int
+    request_timeout_s: float
+    sync_timeout_s: float
+    trainer_ranks: tuple[tuple[int, ...], ...] | None
+    releases_memory: bool
+    router_url: str | None
+    api_key: str | None = field(repr=False)
 
 
 class SGLangEngine:
@@ -273,11 +273,11 @@ class SGLangEngine:
 
     def _wait_until_idle(self) -> None:
         """A server dies when memory is released while it runs a request, and takes a second to pause while it still tidies up."""
-        deadline = time.monotonic() + self._settings.control_timeout_s
+        deadline = time.monotonic() + _CONTROL_TIMEOUT_S
         while busy := [member for member in self._fleet.alive() if self._num_running(member) > 0]:
             if time.monotonic() > deadline:
                 raise RolloutError(
-                    f"{busy[0].address.url} is still busy {self._settings.control_timeout_s:g} s after its requests were aborted"
+                    f"{busy[0].address.url} is still busy {_CONTROL_TIMEOUT_S:g} s after its requests were aborted"
                 )
             time.sleep(_IDLE_POLL_S)
 
@@ -285,7 +285,7 @@ class SGLangEngine:
         """Requests that we wait for, or that the server still knows."""
         if member.running:
             return len(member.running)
-        return self._fleet.num_running(member, timeout_s=self._settings.control_timeout_s)
+        return self._fleet.num_running(member, timeout_s=_CONTROL_TIMEOUT_S)
 
     def _bytes_resident(self) -> int:
         """The weights of the servers. SGLang on a CPU keeps its memory also while it sleeps."""
@@ -299,7 +299,7 @@ class SGLangEngine:
 
     def _post(self, members: Sequence[Member], path: str, body: Mapping[str, object]) -> None:
         """A server that dies meanwhile is lost, which is told by `health` and the next push."""
-        self._fleet.post_to(members, path, body, timeout_s=self._settings.control_timeout_s, may_die=True)
+        self._fleet.post_to(members, path, body, timeout_s=_CONTROL_TIMEOUT_S, may_die=True)
 
 
 def _waves(requests: Sequence[GenerateRequest], deterministic: bool) -> list[list[int]]:
