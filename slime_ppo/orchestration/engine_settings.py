@@ -2,6 +2,7 @@
 
 import os
 import socket
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -136,5 +137,14 @@ def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind)
     if path == "distributed":
         return DistributedSync(source, target, **common)
     if path == "disk":
-        return DiskSync(source, target, folder=config.weight_sync_folder, **common)
+        return DiskSync(source, target, folder=_own_sync_folder(config), **common)
     return TensorSync(source, target, **common)
+
+
+def _own_sync_folder(config: Config) -> str:
+    """Where this run writes weights and no other does: below a folder that was given, which others may be given too, one that is
+    named after the run folder."""
+    if config.rollout.weight_sync_folder is None:
+        return config.weight_sync_folder
+    run = os.path.realpath(config.run.save)
+    return os.path.join(config.weight_sync_folder, f"{os.path.basename(run)}-{blake2b(run.encode(), digest_size=4).hexdigest()}")

@@ -51,6 +51,20 @@ def test_weight_sync_auto_and_named_ways(folder: Path, values: dict[str, Any], d
     assert type(weight_sync(config, NOBODY, NOBODY, device=device)) is expected
 
 
+def test_weight_sync_folder_that_several_runs_are_given_has_one_of_its_own_for_each(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("slime_ppo.orchestration.engine_settings.DiskSync", lambda *_, folder, **__: made.append(folder))
+    given = {"rollout__weight_sync": "disk", "rollout__weight_sync_folder": "/shared/w"}
+    runs = [{"run__save": str(tmp_path / place / "ppo")} for place in ("a", "b", "a")]
+    for values in (*({**given, **run} for run in runs), {"rollout__weight_sync": "disk", "run__save": "runs/x"}):
+        weight_sync(_sglang(folder, **values), NOBODY, NOBODY, device="cpu")
+    first, second, again, default = made
+    assert first.startswith("/shared/w/ppo-") and first == again != second
+    assert default == "runs/x/weight_sync"
+
+
 @pytest.mark.parametrize(
     ("urls", "expected"),
     [(None, "127.0.0.1"), ("http://localhost:1", "127.0.0.1"), ("http://127.0.0.1:1,http://192.0.2.7:1", "10.1.2.3")],

@@ -164,14 +164,16 @@ def test_run_takes_the_server_with_the_fewest_requests(fakes: Callable[[Respond]
     assert len(quick.asked) == 16 - len(slow.asked)
 
 
-def test_run_tries_again_and_logs_sample_server_and_attempt(
+def test_run_tries_again_after_a_pause_and_logs_sample_server_and_attempt(
     fakes: Callable[[Respond], FakeServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = iter([True, True])
     server = fakes(lambda body: (503, {"detail": "busy"}) if next(failures, False) else _served(body))
     fleet = ServerFleet([server], None)
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         (result,) = _run(fleet, 1)
+    assert 0.3 <= time.monotonic() - began < 5, "pauses of 0.1 s and 0.2 s"
     fleet.close()
     assert result.finish is FinishReason.LENGTH
     messages = [record.getMessage() for record in caplog.records]
