@@ -24,7 +24,7 @@ from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
 from slime_ppo.orchestration.protocols import BatchHandle, RunningRoles
-from slime_ppo.orchestration.rank_role import import_megatron
+from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
@@ -73,6 +73,10 @@ class LocalRanks:
             raise self._world.most_telling(error, phase) from error
         self._in_step = True
         return results
+
+    def beside(self, role: RoleName) -> RankRole:
+        """Rank 0's part of a role, for a call while a command runs."""
+        return self._own.role(role)
 
     def batch(self, number: int) -> RolloutBatch:
         """A rollout as far as it has come."""
@@ -175,6 +179,9 @@ class LocalTrainGroup:
 
     def broadcast_bucket(self, bucket: Bucket) -> None:
         check_first(self._call("weight broadcast", "broadcast_bucket", self.role, bucket))
+
+    def abandon_engine(self) -> None:
+        self._ranks.beside(self.role).abandon_engine()
 
     def leave_engine(self) -> None:
         self._call("leaving the engine", "leave_engine", self.role)

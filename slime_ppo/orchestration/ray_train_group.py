@@ -131,6 +131,9 @@ class RayTrainGroup:
     def broadcast_bucket(self, bucket: Bucket) -> None:
         check_first(self._gather([rank.broadcast_bucket.remote(bucket) for rank in self.ranks], "weight broadcast"))
 
+    def abandon_engine(self) -> None:
+        self._gather([self.ranks[0].abandon_engine.remote()], "weight sync")
+
     def leave_engine(self) -> None:
         self._gather([rank.leave_engine.remote() for rank in self.ranks], "leaving the engine")
 

@@ -9,13 +9,14 @@ import resource
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, TypeVar
 
 from slime_ppo.errors import RolloutError
 from slime_ppo.rollout.engine import EnginePart
-from slime_ppo.rollout.sglang.client import ServerClient, ServerGone, ServerTimeout
+from slime_ppo.rollout.sglang.client import ServerAnswerError, ServerClient, ServerGone, ServerTimeout
 from slime_ppo.rollout.sglang.server import Server, ServerAddress
 
 _log = logging.getLogger(__name__)
@@ -118,11 +119,29 @@ class ServerFleet:
     def addresses(self) -> Sequence[ServerAddress]:
         return [member.address for member in self.members]
 
-    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
-        """One body to each server, to all at the same time; their answers. Raises RolloutError when all have answered."""
+    def post(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, object]],
+        *,
+        timeout_s: float,
+        on_refusal: tuple[str, Mapping[str, object]] | None = None,
+    ) -> list[Any]:
+        """One body to each server, to all at the same time; their answers. Raises RolloutError when all have answered. One that
+        refuses is posted `on_refusal` at once."""
         self._note(path, bodies[0])
+
+        async def ask(client: ServerClient, body: Mapping[str, object]) -> dict[str, Any]:
+            try:
+                return await client.post(path, body, timeout_s)
+            except ServerAnswerError:
+                if on_refusal is not None:
+                    with suppress(RolloutError):
+                        await client.post(*on_refusal, timeout_s)
+                raise
+
         calls = zip(self.members, bodies, strict=True)
-        return self._answers([(member, member.client.post(path, body, timeout_s)) for member, body in calls])
+        return self._answers([(member, ask(member.client, body)) for member, body in calls])
 
     def get(self, path: str, *, timeout_s: float) -> list[Any]:
         """The answers of all servers. Raises RolloutError when all have answered."""

@@ -34,6 +34,7 @@ class FakeServer:
 
     def __init__(self, respond: Respond) -> None:
         self.asked: list[str] = []
+        self.controls: list[tuple[str, dict[str, Any]]] = []
         self.most_at_once = 0
         self.problem_text: str | None = None
         self.stopped = False
@@ -44,7 +45,11 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, answer = fake._generate(respond, body) if self.path == "/generate" else (200, {})
+                if self.path == "/generate":
+                    status, answer = fake._generate(respond, body)
+                else:
+                    fake.controls.append((self.path, body))
+                    status, answer = 200, {}
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -253,6 +258,23 @@ def test_run_lost_router_before_living_servers_is_an_error(fakes: Callable[[Resp
     with pytest.raises(RolloutError, match="the router before the servers is lost: it hangs"):
         fleet.run(Dispatch(fleet, [router], settings, versions={2}, abort=Event()).run(_requests(3)))
     release.set()
+    fleet.close()
+
+
+def test_post_lets_a_server_that_refuses_leave_while_others_wait_for_it(fakes: Callable[[Respond], FakeServer]) -> None:
+    left = ("/leave", {"group": "a"})
+
+    def wait(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        deadline = time.monotonic() + 20
+        while left not in refusing.controls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return (200, {}) if left in refusing.controls else (400, {"error": "the other one is still there"})
+
+    refusing, waiting = fakes(lambda body: (400, {"error": "no session"})), fakes(wait)
+    fleet = ServerFleet([refusing, waiting], None)
+    with pytest.raises(RolloutError, match="1 of 2 SGLang servers failed: .*no session"):
+        fleet.post("/generate", [{"rid": "x"}] * 2, timeout_s=30.0, on_refusal=left)
+    assert left not in waiting.controls
     fleet.close()
 
 
