@@ -1,5 +1,6 @@
 """The rollout engine on stock SGLang servers: a client of all of them, with no SGLang and no GPU of its own."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import numpy as np
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart, check_requests
-from slime_ppo.rollout.sglang.answers import check_servable
+from slime_ppo.rollout.sglang.answers import UnknownVersionError, check_servable
 from slime_ppo.rollout.sglang.dispatch import Dispatch, DispatchSettings
 from slime_ppo.rollout.sglang.fleet import Member, ServerFleet
 from slime_ppo.rollout.sglang.router import probe_router, router_member
@@ -21,6 +22,8 @@ from slime_ppo.rollout.sglang.updates import PauseMode, ServerUpdates, UpdateSet
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.weight_sync.base import Meeting
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
+
+_log = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.02
 _CONTROL_TIMEOUT_S = 60.0
@@ -100,8 +103,7 @@ class SGLangEngine:
         self._abort.clear()
         results: dict[int, GenerateResult] = {}
         for places in _waves(requests, self._settings.deterministic):
-            dispatch = Dispatch(self._fleet, self._targets(), self._dispatch, versions=self._versions, abort=self._abort)
-            answers = self._fleet.run(dispatch.run([requests[place] for place in places]))
+            answers = self._answers([requests[place] for place in places])
             results |= zip(places, answers, strict=True)
         return [results[place] for place in range(len(requests))]
 
@@ -220,6 +222,17 @@ class SGLangEngine:
     def leave_group(self) -> None:
         """Leave the group, if there is one."""
         self._updates.leave_group()
+
+    def _answers(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """A server that turns out to have other weights than were pushed is lost, as one that has died, and all are asked again."""
+        while True:
+            dispatch = Dispatch(self._fleet, self._targets(), self._dispatch, versions=self._versions, abort=self._abort)
+            try:
+                return self._fleet.run(dispatch.run(requests))
+            except UnknownVersionError as error:
+                if not self._fleet.run(self._fleet.lose_strangers(self._versions, _CONTROL_TIMEOUT_S)):
+                    raise
+                _log.warning("asking %d samples again: %s", len(requests), error)
 
     @contextmanager
     def _push_step(self) -> Iterator[None]:

@@ -215,7 +215,7 @@ def test_run_hanging_server_is_stopped_and_its_requests_move_on(fakes: Callable[
     assert {result.finish for result in results} == {FinishReason.LENGTH}
     assert hanging.stopped
     assert len(well.asked) == 8
-    assert "it hangs and was stopped" in fleet.losses()
+    assert "it hangs: " in fleet.losses()
     fleet.close()
 
 
