@@ -162,7 +162,7 @@ def test_run_keeps_to_max_concurrency(fakes: Callable[[Respond], FakeServer]) ->
 
 def test_run_takes_the_server_with_the_fewest_requests(fakes: Callable[[Respond], FakeServer]) -> None:
     quick, slow = fakes(_served), fakes(_slow)
-    fleet = ServerFleet([quick, slow], None)
+    fleet = ServerFleet([slow, quick], None)
     _run(fleet, 16, replace(SETTINGS, max_concurrency=4))
     fleet.close()
     assert len(slow.asked) <= 4
