@@ -274,9 +274,12 @@ class LocalLauncher:
         for settings in critic:
             ranks.call("critic start-up", "start_critic", settings, config.ppo)
         numbers = count()
-        bucket_bytes = config.rollout.weight_bucket_bytes
-        sync = {"sync_host": sync_host, "sync_timeout_s": config.rollout.weight_sync_timeout_s}
-        groups = {role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes, **sync) for role in config.roles}
+        common: dict[str, Any] = {
+            "bucket_bytes": config.rollout.weight_bucket_bytes,
+            "sync_host": sync_host,
+            "sync_timeout_s": config.rollout.weight_sync_timeout_s,
+        }
+        groups = {role: LocalTrainGroup(ranks, role, numbers, **common) for role in config.roles}
         engine = self._start_embedded(device) if config.rollout.engine == "embedded" else self._start_sglang(device, specs)
         return RunningRoles(
             groups=groups,

@@ -289,9 +289,7 @@ class SGLangEngine:
         deadline = time.monotonic() + _CONTROL_TIMEOUT_S
         while busy := [member for member in self._fleet.alive() if self._num_running(member) > 0]:
             if time.monotonic() > deadline:
-                raise RolloutError(
-                    f"{busy[0].address.url} is still busy {_CONTROL_TIMEOUT_S:g} s after its requests were aborted"
-                )
+                raise RolloutError(f"{busy[0].address.url} is still busy {_CONTROL_TIMEOUT_S:g} s after its requests were aborted")
             time.sleep(_IDLE_POLL_S)
 
     def _num_running(self, member: Member) -> int:

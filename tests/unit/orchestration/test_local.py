@@ -19,7 +19,6 @@ from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 
-
 SYNC: Any = {"bucket_bytes": 8, "sync_host": "127.0.0.1", "sync_timeout_s": 1.0}
 
 
