@@ -34,7 +34,10 @@ def tiny_server(folder: Path, log_file: Path, **options: Any) -> LocalServer:
 
 def tiny_engine(servers: Sequence[Server], folder: Path, **options: Any) -> SGLangEngine:
     """An engine on servers of `folder`."""
-    settings = EngineSettings(
-        shape=ModelShape.from_hf_folder(folder), expected=served_tensors(folder, "float32"), device="cpu", **options
-    )
-    return SGLangEngine(servers, settings)
+    settings: dict[str, Any] = {
+        "pause_mode": "abort", "deterministic": False, "max_concurrency": None, "max_attempts": 3, "max_restarts": 10,
+        "request_timeout_s": 600.0, "sync_timeout_s": 600.0, "trainer_ranks": None, "releases_memory": True, "router_url": None,
+        "api_key": None,
+    }  # fmt: skip
+    shape, expected = ModelShape.from_hf_folder(folder), served_tensors(folder, "float32")
+    return SGLangEngine(servers, EngineSettings(shape=shape, device="cpu", expected=expected, **(settings | options)))

@@ -120,7 +120,7 @@ def test_external_server_is_used_with_its_key(running: Running) -> None:
 
 def test_wrong_flag_is_told_in_sglangs_own_words(spec: ServerSpec) -> None:
     with pytest.raises(RolloutError, match="exit code 2(.|\n)*unrecognized arguments: --nonsense"):
-        LocalServer(replace(spec, extra=(("nonsense", None),))).start()
+        LocalServer(replace(spec, extra=(("nonsense", ()),))).start()
 
 
 def test_owner_killed_during_the_load_leaves_no_process(spec: ServerSpec) -> None:
