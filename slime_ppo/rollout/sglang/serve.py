@@ -7,6 +7,7 @@ It adds three things and nothing else:
 - the whole process group ends when PARENT_PID, the process that owns the server, is no longer the parent.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -20,13 +21,17 @@ _PARENT_POLL_S = 0.5
 
 def install_stand_ins(argv: Sequence[str]) -> object:
     """What `argv` needs on its device; nothing on a GPU. Keep what is returned alive."""
-    if "cpu" not in [value for name, value in zip(argv, argv[1:], strict=False) if name == "--device"]:
+    if not _on_cpu(argv):
         return None
     from slime_ppo.rollout.sglang import stand_ins
 
     stand_ins.install_torchvision()
     stand_ins.install_sgl_kernel()
     return stand_ins.allow_seeds() if "--enable-deterministic-inference" in argv else None
+
+
+def _on_cpu(argv: Sequence[str]) -> bool:
+    return "cpu" in [value for name, value in zip(argv, argv[1:], strict=False) if name == "--device"]
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -42,23 +47,35 @@ def end_with_parent(parent_pid: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until stopped."""
-    from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     api_key = os.environ.get(API_KEY_VARIABLE)
     secret = [] if api_key is None else ["--api-key", api_key]
     try:
-        run_server(prepare_server_args([*arguments, *secret]))
+        _run([*arguments, *secret])
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _run(arguments: list[str]) -> None:
+    if _on_cpu(arguments):
+        from slime_ppo.rollout.sglang.cpu_launch import run_server
+
+        gc.enable()
+        run_server(arguments)
+    else:
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import prepare_server_args
+
+        run_server(prepare_server_args(arguments))
 
 
 if __name__ == "__main__":
     # before the stand-ins, which import torch: the owner may die meanwhile
     end_with_parent(int(sys.argv[1]))
+    gc.disable()
 
 if __name__ in ("__main__", "__mp_main__"):
     _KEPT = install_stand_ins(sys.argv)

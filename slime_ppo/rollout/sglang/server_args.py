@@ -158,7 +158,7 @@ def _common(spec: ServerSpec, port: int) -> dict[str, str | bool]:
 def _cpu(spec: ServerSpec) -> dict[str, str | bool]:
     kv_tokens = spec.kv_tokens or max(_MIN_CPU_KV_TOKENS, 2 * spec.max_positions)
     return {
-        "attention_backend": "torch_native",
+        "attention_backend": "torch_native" if spec.deterministic else "torch_batched",
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "mem_fraction_static": "0.6",
