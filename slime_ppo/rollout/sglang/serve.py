@@ -27,7 +27,16 @@ def install_stand_ins(argv: Sequence[str]) -> object:
 
     stand_ins.install_torchvision()
     stand_ins.install_sgl_kernel()
+    stand_ins.hide_megatron()
     return stand_ins.allow_seeds() if "--enable-deterministic-inference" in argv else None
+
+
+def name_processes() -> None:
+    """Let SGLang name its processes, by which the owner knows them: where names go must be looked up before SGLang changes
+    environment variables that are set, such as TORCHINDUCTOR_CACHE_DIR."""
+    from setproctitle import getproctitle
+
+    getproctitle()
 
 
 def _on_cpu(argv: Sequence[str]) -> bool:
@@ -78,6 +87,7 @@ if __name__ == "__main__":
     gc.disable()
 
 if __name__ in ("__main__", "__mp_main__"):
+    name_processes()
     _KEPT = install_stand_ins(sys.argv)
 
 if __name__ == "__main__":

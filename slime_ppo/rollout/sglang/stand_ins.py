@@ -50,6 +50,11 @@ def install_sgl_kernel() -> None:
     _module("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool, __getattr__=missing)
 
 
+def hide_megatron() -> None:
+    """Let `import megatron` fail where it is installed beside SGLang, whose debug dumper takes a second to import it for nothing."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+
 def assign_req_to_token_pool(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
