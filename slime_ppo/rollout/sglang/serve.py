@@ -1,8 +1,7 @@
 """The program of a server: `python -m slime_ppo.rollout.sglang.serve PARENT_PID ARGS...` runs SGLang's HTTP server with ARGS.
 
 It adds three things and nothing else:
-- on a CPU (`--device cpu`) the stand-ins. SGLang spawns its other processes, which import the main module, this one, again
-  under the name `__mp_main__`: that is how they get them;
+- on a CPU (`--device cpu`) the stand-ins, and SGLang's launcher with forks (`cpu_launch`);
 - the API key comes from an environment variable, since everybody on the machine can read the arguments of a process;
 - the whole process group ends when PARENT_PID, the process that owns the server, is no longer the parent.
 """
@@ -13,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 API_KEY_VARIABLE = "SLIME_PPO_SGLANG_API_KEY"
 _PARENT_POLL_S = 0.5
@@ -56,39 +55,39 @@ def end_with_parent(parent_pid: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until stopped."""
+    gc.disable()  # imports leave nothing to collect, and looking for it costs 2 s
+    kept = install_stand_ins(arguments)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    run_server = _launcher(arguments)
+    gc.enable()
     api_key = os.environ.get(API_KEY_VARIABLE)
     secret = [] if api_key is None else ["--api-key", api_key]
     try:
-        _run([*arguments, *secret])
+        run_server([*arguments, *secret])
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+        del kept
 
 
-def _run(arguments: list[str]) -> None:
+def _launcher(arguments: Sequence[str]) -> Callable[[list[str]], None]:
+    """What serves until stopped, given the arguments."""
     if _on_cpu(arguments):
-        from slime_ppo.rollout.sglang.cpu_launch import run_server
+        from slime_ppo.rollout.sglang import cpu_launch
 
-        gc.enable()
-        run_server(arguments)
-    else:
-        from sglang.launch_server import run_server
-        from sglang.srt.server_args import prepare_server_args
+        return cpu_launch.run_server
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
 
-        run_server(prepare_server_args(arguments))
+    return lambda arguments: run_server(prepare_server_args(arguments))
 
 
-if __name__ == "__main__":
-    # before the stand-ins, which import torch: the owner may die meanwhile
-    end_with_parent(int(sys.argv[1]))
-    gc.disable()
-
-if __name__ in ("__main__", "__mp_main__"):
+if __name__ in ("__main__", "__mp_main__"):  # SGLang's spawned processes import the main module again
     name_processes()
-    _KEPT = install_stand_ins(sys.argv)
 
 if __name__ == "__main__":
+    # before the imports, which take long: the owner may die meanwhile
+    end_with_parent(int(sys.argv[1]))
     main(sys.argv[2:])

@@ -3,6 +3,7 @@
 - torchvision: two vision configs import `torchvision.transforms` at start, whatever the model; its wheel needs a CUDA torch.
   Goes when `sglang.srt.configs` imports without it.
 - sgl_kernel: there is no CPU wheel; text models call one function of it on CPUs without AMX.
+- megatron is the opposite: it is hidden, see `hide_megatron`.
 - seeds (`--enable-deterministic-inference`): SGLang refuses a CPU three times for reasons that hold for GPUs only, see
   `allow_seeds`. Go when it accepts `--device cpu` beside that flag.
 """
@@ -51,7 +52,7 @@ def install_sgl_kernel() -> None:
 
 
 def hide_megatron() -> None:
-    """Let `import megatron` fail where it is installed beside SGLang, whose debug dumper takes a second to import it for nothing."""
+    """Let `import megatron` fail: where it is installed, SGLang's debug dumper takes a second to import it for nothing."""
     sys.modules["megatron"] = None  # type: ignore[assignment]
 
 
