@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager, run_detokenizer_process, run_scheduler_process
 from sglang.srt.entrypoints.http_server import _setup_and_run_http_server
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.server_args import prepare_server_args
 
 from slime_ppo.rollout.sglang.cpu_attention import decode_attention, is_worthwhile
 from slime_ppo.rollout.sglang.server_args import BATCHED_ATTENTION
@@ -75,11 +73,9 @@ def _forks() -> Iterator[None]:
         multiprocessing.set_start_method(before, force=True)
 
 
-def run_server(arguments: list[str]) -> None:
-    """Serve until stopped, as `sglang.launch_server` does for servers of its default kind."""
-    add_attention_backend_choices([BATCHED_ATTENTION])
+def run_server(server_args: Any) -> None:
+    """Serve `server_args` (SGLang's ServerArgs) until stopped, as `sglang.launch_server` does for servers of its default kind."""
     register_attention_backend(BATCHED_ATTENTION)(BatchedAttention)
-    server_args = prepare_server_args(arguments)
     server_args.resolve_once()
     tokenizer_manager, template_manager, ports, schedulers, watchdog, _ = ForkedEngine._launch_subprocesses(
         server_args=server_args,

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 API_KEY_VARIABLE = "SLIME_PPO_SGLANG_API_KEY"
 _PARENT_POLL_S = 0.5
@@ -27,6 +28,7 @@ def install_stand_ins(argv: Sequence[str]) -> object:
     stand_ins.install_torchvision()
     stand_ins.install_sgl_kernel()
     stand_ins.hide_megatron()
+    stand_ins.admit_batched_attention()
     return stand_ins.allow_seeds() if "--enable-deterministic-inference" in argv else None
 
 
@@ -58,30 +60,31 @@ def main(arguments: Sequence[str]) -> None:
     gc.disable()  # imports leave nothing to collect, and looking for it costs 2 s
     kept = install_stand_ins(arguments)
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    run_server = _launcher(arguments)
-    gc.enable()
     api_key = os.environ.get(API_KEY_VARIABLE)
     secret = [] if api_key is None else ["--api-key", api_key]
+    server_args = prepare_server_args([*arguments, *secret])  # before what takes long: it may find a wrong one
+    run_server = _launcher(on_cpu=_on_cpu(arguments))
+    gc.enable()
     try:
-        run_server([*arguments, *secret])
+        run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
         del kept
 
 
-def _launcher(arguments: Sequence[str]) -> Callable[[list[str]], None]:
-    """What serves until stopped, given the arguments."""
-    if _on_cpu(arguments):
+def _launcher(*, on_cpu: bool) -> Callable[[Any], None]:
+    """What serves until stopped, given SGLang's ServerArgs."""
+    if on_cpu:
         from slime_ppo.rollout.sglang import cpu_launch
 
         return cpu_launch.run_server
     from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
 
-    return lambda arguments: run_server(prepare_server_args(arguments))
+    return run_server  # type: ignore[no-any-return]
 
 
 if __name__ in ("__main__", "__mp_main__"):  # SGLang's spawned processes import the main module again

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime_ppo.rollout.sglang.server_args import BATCHED_ATTENTION
+
 # a whole number: torch.compile, which traces the hash, can't guard a global numpy scalar
 _MASK_32 = 0xFFFFFFFF
 
@@ -54,6 +56,13 @@ def install_sgl_kernel() -> None:
 def hide_megatron() -> None:
     """Let `import megatron` fail: where it is installed, SGLang's debug dumper takes a second to import it for nothing."""
     sys.modules["megatron"] = None  # type: ignore[assignment]
+
+
+def admit_batched_attention() -> None:
+    """Make `--attention-backend torch_batched` one that SGLang's parser knows; `cpu_launch` supplies it."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+
+    add_attention_backend_choices([BATCHED_ATTENTION])
 
 
 def assign_req_to_token_pool(

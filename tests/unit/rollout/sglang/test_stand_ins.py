@@ -60,10 +60,10 @@ def test_install_sgl_kernel_other_functions_say_that_they_need_a_gpu(monkeypatch
     ("argv", "installed"),
     [
         (["serve", "1", "--device", "cuda", "--enable-deterministic-inference"], []),
-        (["serve", "1", "--device", "cpu"], ["torchvision", "sgl_kernel", "no megatron"]),
+        (["serve", "1", "--device", "cpu"], ["torchvision", "sgl_kernel", "no megatron", "attention"]),
         (
             ["serve", "1", "--device", "cpu", "--enable-deterministic-inference"],
-            ["torchvision", "sgl_kernel", "no megatron", "seeds"],
+            ["torchvision", "sgl_kernel", "no megatron", "attention", "seeds"],
         ),
     ],
 )
@@ -72,6 +72,7 @@ def test_install_stand_ins_only_on_a_cpu(argv: Sequence[str], installed: list[st
     monkeypatch.setattr(stand_ins, "install_torchvision", lambda: calls.append("torchvision"))
     monkeypatch.setattr(stand_ins, "install_sgl_kernel", lambda: calls.append("sgl_kernel"))
     monkeypatch.setattr(stand_ins, "hide_megatron", lambda: calls.append("no megatron"))
+    monkeypatch.setattr(stand_ins, "admit_batched_attention", lambda: calls.append("attention"))
     monkeypatch.setattr(stand_ins, "allow_seeds", lambda: calls.append("seeds"))
     serve.install_stand_ins(argv)
     assert calls == installed
