@@ -67,7 +67,7 @@ def test_read_inputs_reads_every_evaluation_file_and_tells_what_each_has_left_ou
     config = make_config(
         model__hf_checkpoint=str(folder), run__save=str(tmp_path / "run"), data__prompt_data=paths["train"],
         data__rollout_max_prompt_len=8, data__overlong_prompt="drop", eval__eval_interval=1,
-        eval__eval_prompt_data=f"math={paths['math']},code={paths['code']}",
+        eval__eval_prompt_data=f"math={paths['math']},code={paths['code']}", critic__init_value_head="zeros",
     )  # fmt: skip
     inputs = read_inputs(config, returns_support=True)
     assert [(one.name, [p.text for p in one.prompts]) for one in inputs.eval_sets] == [("math", ["b", "c"]), ("code", ["d"])]
@@ -84,6 +84,7 @@ def inputs_with(respond: Respond, home: Path, **values: Value) -> RunInputs:
             data__prompt_data=str(home / "prompts.jsonl"),
             run__save=str(home / "run"),
             reward__rm_url=service.url,
+            critic__init_value_head="zeros",
             **values,
         )
         return read_inputs(config, returns_support=True)
