@@ -6,12 +6,13 @@ from typing import Any
 
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.rollout.sglang.engine import EngineSettings, SGLangEngine
-from slime_ppo.rollout.sglang.server import LocalServer, Server
+from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer, Server
 from slime_ppo.rollout.sglang.server_args import ServerSpec
 from slime_ppo.weight_sync.folder import served_tensors
 
 MAX_POSITIONS = 512
 """Of `make_tiny_llama`."""
+KEY = "key-of-the-test"
 
 
 def tiny_spec(folder: Path, log_file: Path, **options: Any) -> ServerSpec:
@@ -32,9 +33,14 @@ def tiny_server(folder: Path, log_file: Path, **options: Any) -> LocalServer:
     return LocalServer(tiny_spec(folder, log_file, **options))
 
 
+def external(server: LocalServer) -> ExternalServer:
+    """A server of the tests in the hands of an engine that must not end it."""
+    return ExternalServer(server.start().url, KEY)
+
+
 def tiny_engine(servers: Sequence[Server], folder: Path, **options: Any) -> SGLangEngine:
-    """An engine on servers of `folder`."""
+    """An engine on servers of `folder`, with the tests' key, which a server without one ignores."""
     settings = EngineSettings(
-        shape=ModelShape.from_hf_folder(folder), expected=served_tensors(folder, "float32"), device="cpu", **options
+        shape=ModelShape.from_hf_folder(folder), expected=served_tensors(folder, "float32"), device="cpu", api_key=KEY, **options
     )
     return SGLangEngine(servers, settings)

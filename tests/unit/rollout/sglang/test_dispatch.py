@@ -29,6 +29,9 @@ Respond = Callable[[dict[str, Any]], tuple[int, Any]]
 class _HttpServer(ThreadingHTTPServer):
     request_queue_size = 64
 
+    def handle_error(self, *_: object) -> None:
+        """Quiet: requests that were cancelled have no reader."""
+
 
 class FakeServer:
     """`respond` answers /generate; the other calls are answered with nothing. It is a `Server`, too. `asked` are the names of the
@@ -59,6 +62,7 @@ class FakeServer:
         Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()  # looks so often whether to end
 
     def start(self) -> ServerAddress:
+        self.problem_text = None
         return ServerAddress(f"http://127.0.0.1:{self._http.server_address[1]}", 1, 1)
 
     def problem(self) -> str | None:
@@ -326,4 +330,18 @@ def test_post_to_a_server_that_dies_is_an_error_unless_it_may(fakes: Callable[[R
     assert fleet.alive() == fleet.members[1:]
     with pytest.raises(RolloutError, match="1 of 2 SGLang servers failed: .*its scheduler died"):
         fleet.post_to(fleet.members, "/pause_generation", {}, timeout_s=5.0)
+    fleet.close()
+
+
+def test_lost_server_is_started_a_bounded_number_of_times(fakes: Callable[[Respond], FakeServer]) -> None:
+    dying, well = fakes(_served), fakes(_served)
+    fleet = ServerFleet([dying, well], None)
+    for _ in range(2):
+        dying.problem_text = "its scheduler died"
+        assert fleet.restart_lost(2) == fleet.members[:1]
+        assert fleet.alive() == fleet.members
+    dying.problem_text = "its scheduler died"
+    with pytest.raises(RolloutError, match=r"was started anew 2 times already \(--sglang-max-restarts\): its scheduler died"):
+        fleet.restart_lost(2)
+    assert fleet.alive() == fleet.members[1:]
     fleet.close()
