@@ -16,18 +16,20 @@ from tests.helpers.engine_harness import folder_manifest, folder_tensors
 
 
 class FolderTrainer:
-    """Source of every `WeightSync`. `hold` exchanges the weights."""
+    """Source of every `WeightSync`. `device` is torch's name of one; `hold` exchanges the weights."""
 
-    def __init__(self, folder: Path, *, device: Literal["cpu", "cuda"] = "cpu", timeout_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, *, device: str = "cpu", dtype: str = "float32", timeout_s: float = 60.0) -> None:
         self._device = device
-        self._group = EngineGroup(host="127.0.0.1", device=device, timeout_s=timeout_s)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        kind: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
+        self._group = EngineGroup(host="127.0.0.1", device=kind, timeout_s=timeout_s)
         self._shared: torch.Tensor | None = None
         self.hold(folder)
 
     def hold(self, folder: Path) -> None:
         self._folder = folder
         self._tensors: Mapping[str, torch.Tensor] = {
-            name: tensor.to(self._device) for name, tensor in folder_tensors(folder).items()
+            name: tensor.to(self._device, self._dtype) for name, tensor in folder_tensors(folder).items()
         }
 
     def manifest(self) -> tuple[TensorSpec, ...]:

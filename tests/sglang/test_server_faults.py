@@ -34,11 +34,9 @@ from tests.helpers.sglang_servers import tiny_engine
 SHORT = SamplingParams(max_new_tokens=4, temperature=0.8)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.8)
 NOTICED_S = 5.0
-SERVES_S = 10.0
-"""From the end of a start to answers of the current weights, which come in less than one on a machine that does nothing else."""
-STARTED_S = 120.0
-"""Of the 30 s from a death to the service, the start takes most: 15 s alone on two cores that do nothing else. Here two servers
-start together, beside whatever else the machine does."""
+SERVING_AGAIN_S = 30.0
+"""Of one server on a machine that does nothing else, where the start takes most of it. Here two servers may
+start together, beside whatever else the machine does: as many times longer is allowed."""
 Part = Literal["group", "scheduler", "detokenizer"]
 
 
@@ -91,18 +89,17 @@ class Service:
 
     def comes_back(self, record: Callable[[str, object], None], *, died_at: float) -> None:
         """Start what was lost, push the current weights, serve; tell how long it took from the first death on."""
-        before = self.engine.incarnation()
+        before, num_lost, busy = self.engine.incarnation(), sum(member.lost is not None for member in self.members), load()
         self.engine.wake(EnginePart.ALL)
-        started_at = time.monotonic()
-        assert self.engine.incarnation() > before
+        assert self.engine.incarnation() == before + num_lost
         assert self.engine.weight_version() == NO_VERSION
         with pytest.raises(RolloutError, match="before a weight version was pushed"):
             self.engine.generate(make_requests(1, SHORT))
         self.push()
         self.check_serves()
-        record("serving_again_s", round(time.monotonic() - died_at, 1))
-        assert started_at - died_at < STARTED_S
-        assert time.monotonic() - started_at < SERVES_S
+        took_s, allowed_s = time.monotonic() - died_at, SERVING_AGAIN_S * num_lost * max(busy, load())
+        record("serving_again_s", f"{took_s:.1f} of {allowed_s:.0f} allowed")
+        assert took_s < allowed_s
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +132,7 @@ def test_idle_servers_lose_the_group_and_a_scheduler(service: Service, record_pr
     died_at = time.monotonic()
     check_noticed(killed, since=died_at)
     assert service.engine.weight_version() == NO_VERSION
-    with pytest.raises(
-        RolloutError, match=r"Lost servers: http.* was killed by SIGKILL(.|\n)*sglang::scheduler_TP\d \(pid \d+\) died"
-    ):
+    with pytest.raises(RolloutError, match=r"Lost servers: http.*: its (.|\n)*; http.*: its process sglang::scheduler_TP\d \(pid"):
         service.engine.generate(make_requests(1, SHORT))
     service.comes_back(record_property, died_at=died_at)
 
@@ -238,6 +233,11 @@ def check_noticed(killed: Mapping[LocalServer, str], *, since: float) -> None:
         assert how in str(server.problem())
 
 
+def load() -> float:
+    """How many times longer than alone a process takes now: those that want a core, by cores; at least 1."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -249,7 +249,7 @@ def kill(server: LocalServer, part: Part) -> str:
     """Kill -9; the words that tell of it."""
     if part == "group":
         os.killpg(main_pid(server), signal.SIGKILL)
-        return f"(pid {main_pid(server)}) was killed by SIGKILL"
+        return "its "  # whichever of its processes is seen to have died first
     process = child(server, part)
     process.kill()
     return f"(pid {process.pid}) died"
