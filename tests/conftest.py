@@ -13,7 +13,7 @@ from slime_ppo.rollout.sglang.engine import SGLangEngine
 from slime_ppo.rollout.sglang.server import LocalServer
 from tests.helpers.layout_table import LAYOUT_ROWS, write_table
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.sglang_servers import KEY, tiny_engine, tiny_server
+from tests.helpers.sglang_servers import KEY, external, tiny_engine, tiny_server
 from tests.helpers.tiny_llama import make_tiny_llama
 
 
@@ -55,6 +55,8 @@ def sglang_server(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
-def sglang_engine(sglang_server: LocalServer, tiny_folders: tuple[Path, Path]) -> SGLangEngine:
-    """An engine on `sglang_server`; it is not closed, the server has its own end."""
-    return tiny_engine([sglang_server], tiny_folders[0], deterministic=True)
+def sglang_engine(sglang_server: LocalServer, tiny_folders: tuple[Path, Path]) -> Iterator[SGLangEngine]:
+    """An engine on `sglang_server`, where it is now."""
+    engine = tiny_engine([external(sglang_server)], tiny_folders[0], deterministic=True)
+    yield engine
+    engine.close()

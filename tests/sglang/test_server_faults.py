@@ -116,6 +116,8 @@ def service_of_two(
     sync.connect()
     yield Service(servers, engine, trainer, sync, references[1])
     sync.close()
+    for member in engine._fleet.members:  # the servers are not the engine's to end
+        engine._fleet.run(member.client.close())
 
 
 @pytest.fixture
