@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from slime_ppo.rollout.sglang.server import LocalServer
-from tests.e2e.conftest import Runs, alive, metrics_of
-from tests.helpers.sglang_servers import KEY
+from tests.e2e.conftest import Runs, alive, metrics_of, wait_for_line
+from tests.helpers.sglang_servers import KEY, NOTICED_S, SERVING_AGAIN_S, load
 
 SGLANG = ("--rollout-engine", "sglang", "--rollout-top-p", "0.9", "--sglang-deterministic")
 GAP = 5e-5
@@ -58,16 +58,20 @@ def test_server_that_is_killed_in_mid_generation_costs_no_sample_and_changes_no_
     driver = replace(joined_runs, model=tiny_folders[0]).start(tmp_path, *SGLANG, *LONG, "--weight-sync", "distributed")
     log = tmp_path / "logs" / "sglang-server-0.log"
     try:
-        first = _server_in_generation(driver, log)
+        first = _server_in_generation(driver, log, incarnation=1)
         os.killpg(first.pid, signal.SIGKILL)
-        output, _ = driver.communicate(timeout=300)
+        killed_at, busy = time.monotonic(), load()
+        output = wait_for_line(driver, "warning: the rollout engine was lost while it generated")
+        assert time.monotonic() - killed_at < NOTICED_S
+        _server_in_generation(driver, log, incarnation=2)
+        assert time.monotonic() - killed_at < SERVING_AGAIN_S * max(busy, load())
+        output += driver.communicate(timeout=300)[0]
     finally:
         driver.kill()
     assert driver.returncode == 0, output
-    assert output.count("warning: the rollout engine was lost while it generated") == 1
     starts = START_LINE.findall(log.read_text(encoding="utf-8"))
     assert [number for number, _ in starts] == ["1", "2"]
-    assert alive([first, *_servers([port for _, port in starts])], wait_s=10) == []
+    assert alive([first, *_listening([port for _, port in starts])], wait_s=10) == []
     found = metrics_of(tmp_path)
     assert len(found) == len(undisturbed) == NUM_ROLLOUTS
     for one in (*found, *undisturbed):
@@ -88,27 +92,23 @@ def test_argument_that_sglang_does_not_have_ends_the_run_before_any_device(local
     assert not (tmp_path / "run").exists()
 
 
-def _server_in_generation(driver: "subprocess.Popen[str]", log: Path) -> psutil.Process:
-    """The HTTP process of the run's server, once it has requests under way."""
+def _server_in_generation(driver: "subprocess.Popen[str]", log: Path, *, incarnation: int) -> psutil.Process:
+    """The HTTP process of the run's server, once this incarnation has requests under way."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         assert driver.poll() is None, driver.communicate()[0]
         starts = START_LINE.findall(log.read_text(encoding="utf-8")) if log.exists() else []
-        if starts and _num_running(int(starts[-1][1])) > 0:
-            [server] = _servers([starts[-1][1]])
+        if len(starts) == incarnation and _num_running(int(starts[-1][1])) > 0:
+            [server] = _listening([starts[-1][1]])
             return server
         time.sleep(0.05)
-    raise AssertionError("the server had no request under way within 240 s")
+    raise AssertionError(f"server {incarnation} had no request under way within 240 s")
 
 
-def _servers(ports: Sequence[str]) -> list[psutil.Process]:
+def _listening(ports: Sequence[str]) -> list[psutil.Process]:
     """The HTTP processes of servers at these ports."""
-    wanted = set(ports)
-    return [one for one in psutil.process_iter(["cmdline"]) if _serves(one.info["cmdline"] or [], wanted)]
-
-
-def _serves(command: list[str], ports: set[str]) -> bool:
-    return "slime_ppo.rollout.sglang.serve" in command and not ports.isdisjoint(command)
+    sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid is not None]
+    return [psutil.Process(one.pid) for one in sockets if str(one.laddr.port) in ports]
 
 
 def _num_running(port: int) -> int:

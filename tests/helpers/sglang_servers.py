@@ -1,5 +1,6 @@
 """SGLang servers and engines for tests."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from slime_ppo.weight_sync.folder import served_tensors
 MAX_POSITIONS = 512
 """Of `make_tiny_llama`."""
 KEY = "key-of-the-test"
+NOTICED_S = 5.0
+SERVING_AGAIN_S = 30.0
+"""Of one server on a machine that does nothing else, where the start takes most of it. Where several start together, or the
+machine does other things (`load`), as many times longer is allowed."""
 
 
 def tiny_spec(folder: Path, log_file: Path, **options: Any) -> ServerSpec:
@@ -44,3 +49,8 @@ def tiny_engine(servers: Sequence[Server], folder: Path, **options: Any) -> SGLa
         shape=ModelShape.from_hf_folder(folder), expected=served_tensors(folder, "float32"), device="cpu", api_key=KEY, **options
     )
     return SGLangEngine(servers, settings)
+
+
+def load() -> float:
+    """How many times longer than alone a process takes now: those that want a core, by cores; at least 1."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))

@@ -29,14 +29,10 @@ from slime_ppo.weight_sync.bucket import Bucket
 from slime_ppo.weight_sync.distributed import DistributedSync
 from tests.helpers.engine_harness import BUCKET_BYTES, ReferenceModel, make_requests
 from tests.helpers.folder_trainer import FolderTrainer
-from tests.helpers.sglang_servers import tiny_engine
+from tests.helpers.sglang_servers import NOTICED_S, SERVING_AGAIN_S, load, tiny_engine
 
 SHORT = SamplingParams(max_new_tokens=4, temperature=0.8)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.8)
-NOTICED_S = 5.0
-SERVING_AGAIN_S = 30.0
-"""Of one server on a machine that does nothing else, where the start takes most of it. Here two servers may
-start together, beside whatever else the machine does: as many times longer is allowed."""
 Part = Literal["group", "scheduler", "detokenizer"]
 
 
@@ -233,11 +229,6 @@ def check_noticed(killed: Mapping[LocalServer, str], *, since: float) -> None:
     for server, how in killed.items():
         wait_for(lambda server=server: server.problem() is not None, since + NOTICED_S - time.monotonic())  # type: ignore[misc]
         assert how in str(server.problem())
-
-
-def load() -> float:
-    """How many times longer than alone a process takes now: those that want a core, by cores; at least 1."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:

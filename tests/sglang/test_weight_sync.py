@@ -16,10 +16,10 @@ from slime_ppo.parallel.worker_settings import BatchSettings
 from slime_ppo.rollout.sglang.server import LocalServer, ServerAddress
 from tests.dist.backends.cases import Case
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.sglang_servers import NOTICED_S
 from tests.helpers.tiny_llama import make_tiny_llama
 
 TIMEOUT_S = 8.0
-NOTICED_S = 5.0
 
 
 @pytest.fixture
