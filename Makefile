@@ -68,7 +68,7 @@ $(VENV)/.sglang: $(VENV)/.core requirements/sglang-cpu.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core $(VENV)/.sglang
-	$(PIP) -c requirements/cpu.txt -e '.[quickstart,tensorboard,wandb,test]'
+	$(PIP) -c requirements/cpu.txt -e '.[quickstart,math,tensorboard,wandb,test]'
 	@touch $@
 
 $(MODEL)/config.json: $(VENV)/.core tools/convert_glass_to_hf.py

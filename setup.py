@@ -27,6 +27,8 @@ setup(
         "numpy>=1.26,<3",
         "pyyaml>=6,<7",
         "tqdm>=4.66,<5",  # progress bar on a terminal
+        "jinja2>=3.1,<4",  # chat templates
+        "pyarrow>=18,<27",  # prompts in parquet files
         "aiohttp>=3.10,<4",  # requests to SGLang's servers and to reward servers
         "psutil>=6,<8",  # watches the servers' processes
         "pebble>=5.1,<6",  # reward processes that are killed at their timeout
@@ -35,6 +37,7 @@ setup(
         "quickstart": ["glassllm==0.1.0", "vaderSentiment==3.3.2"],  # the model and the reward of the first run
         "gpu": ["transformer-engine[pytorch]>=2.5,<3"],
         "sglang": ["sglang==0.5.23"],
+        "math": ["math-verify>=0.9,<1"],  # --rm-type math
         "tensorboard": ["tensorboard>=2.19,<3"],
         "wandb": ["wandb>=0.20,<1"],
         "test": [

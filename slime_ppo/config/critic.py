@@ -24,7 +24,7 @@ class CriticConfig:
     load: str | None = option(
         None,
         flag="--critic-load",
-        help="local Hugging Face folder of the critic's trunk; the value head starts at zero",
+        help="local Hugging Face folder of the critic; without a score.weight in it the value head starts at zero",
         default_text="same as --hf-checkpoint",
     )
     save: str | None = option(

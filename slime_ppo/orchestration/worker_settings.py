@@ -2,7 +2,6 @@
 
 import os
 
-from slime_ppo.config.execution_checks import check_execution_on
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.config.transformer_impl import chosen_transformer_impl
@@ -18,8 +17,7 @@ from slime_ppo.parallel.worker_settings import (
 
 
 def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
-    """One entry per rank of the role. Raises ConfigError for an option that the device does not have."""
-    check_execution_on(config, device)
+    """One entry per rank of the role."""
     one = config.role(role)
     keeps_reference = role == "actor" and config.ppo.needs_reference
     model = ModelSettings(

@@ -25,9 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
-from slime_ppo.config.model_shape import ModelShape  # noqa: E402
 from slime_ppo.rollout.engine import EnginePart, check_results  # noqa: E402
-from slime_ppo.rollout.sglang.engine import EngineSettings, SGLangEngine  # noqa: E402
 from slime_ppo.rollout.sglang.server import LocalServer  # noqa: E402
 from slime_ppo.rollout.sglang.server_args import ServerSpec  # noqa: E402
 from slime_ppo.types.sample import GenerateRequest, GenerateResult, SamplingParams  # noqa: E402
@@ -39,6 +37,7 @@ from slime_ppo.weight_sync.folder import served_tensors  # noqa: E402
 from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync  # noqa: E402
 from tests.helpers.engine_harness import ReferenceModel, make_requests  # noqa: E402
 from tests.helpers.folder_trainer import FolderTrainer  # noqa: E402
+from tests.helpers.sglang_servers import tiny_engine  # noqa: E402
 from tests.helpers.tiny_llama import make_tiny_llama  # noqa: E402
 
 Device = Literal["cpu", "cuda"]
@@ -77,11 +76,9 @@ class Bench:
     num_failed: int = 0
 
     def __post_init__(self) -> None:
-        shape = ModelShape.from_hf_folder(self.folders[0])
         self.expected = served_tensors(self.folders[0], self.dtype)
         ranks = ((0,),) if self.device == "cuda" else None
-        settings = EngineSettings(shape, self.expected, self.device, trainer_ranks=ranks)
-        self.engine = SGLangEngine([self.server], settings)
+        self.engine = tiny_engine([self.server], self.folders[0], device=self.device, expected=self.expected, trainer_ranks=ranks)
         self.references = [ReferenceModel(folder) for folder in self.folders]
 
     def check(self, name: str, work: Callable[[], str]) -> None:
@@ -185,7 +182,7 @@ def start(device: Device, dtype: str, scratch: Path) -> Bench:
     """The first check; nothing goes on without it."""
     shape = SHAPES[device]
     folders = tuple(make_tiny_llama(scratch / name, tie=False, seed=seed, **shape) for seed, name in enumerate("ab"))
-    on_gpu = (("mem_fraction_static", "0.3"), *((("attention_backend", "triton"),) if dtype == "float32" else ()))
+    on_gpu = (("mem_fraction_static", ("0.3",)), *((("attention_backend", ("triton",)),) if dtype == "float32" else ()))
     spec = ServerSpec(
         hf_folder=str(folders[0]),
         dtype=dtype,

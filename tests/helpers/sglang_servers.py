@@ -45,10 +45,12 @@ def external(server: LocalServer) -> ExternalServer:
 
 def tiny_engine(servers: Sequence[Server], folder: Path, **options: Any) -> SGLangEngine:
     """An engine on servers of `folder`, with the tests' key, which a server without one ignores."""
-    settings = EngineSettings(
-        shape=ModelShape.from_hf_folder(folder), expected=served_tensors(folder, "float32"), device="cpu", api_key=KEY, **options
-    )
-    return SGLangEngine(servers, settings)
+    settings: dict[str, Any] = {
+        "pause_mode": "abort", "deterministic": False, "max_concurrency": None, "max_attempts": 3, "max_restarts": 10,
+        "request_timeout_s": 600.0, "sync_timeout_s": 600.0, "trainer_ranks": None, "releases_memory": True, "router_url": None,
+        "api_key": KEY, "device": "cpu", "expected": served_tensors(folder, "float32"),
+    }  # fmt: skip
+    return SGLangEngine(servers, EngineSettings(shape=ModelShape.from_hf_folder(folder), **(settings | options)))
 
 
 def load() -> float:

@@ -20,6 +20,8 @@ _Result = TypeVar("_Result")
 
 _TICK_S = 0.05
 _WATCH_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+"""Before a request that a server could not answer is sent again; each pause is twice the one before."""
 _ABORT_TIMEOUT_S = 10.0
 """What is unfinished so long after an abort comes back without its tokens: its server is paused and holds it back."""
 
@@ -136,6 +138,8 @@ class Dispatch:
             _log.warning(
                 "sample %d on %s: attempt %d of %d failed: %s", request.sample_id, target.address.url, attempt, most, failure
             )
+            if isinstance(failure, ServerAnswerError) and attempt < most:
+                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
         if not self._fleet.alive():
             return aborted_result(request, max(self._versions))
         # others have its version, so that nobody would ask it again

@@ -39,6 +39,7 @@ class FakeServer:
 
     def __init__(self, respond: Respond) -> None:
         self.asked: list[Any] = []
+        self.controls: list[tuple[str, dict[str, Any]]] = []
         self.most_at_once = 0
         self.problem_text: str | None = None
         self.stopped = False
@@ -49,7 +50,11 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, answer = fake._generate(respond, body) if self.path == "/generate" else (200, {})
+                if self.path == "/generate":
+                    status, answer = fake._generate(respond, body)
+                else:
+                    fake.controls.append((self.path, body))
+                    status, answer = 200, {}
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -170,21 +175,23 @@ def test_run_keeps_to_max_concurrency(fakes: Callable[[Respond], FakeServer]) ->
 
 def test_run_takes_the_server_with_the_fewest_requests(fakes: Callable[[Respond], FakeServer]) -> None:
     quick, slow = fakes(_served), fakes(_slow)
-    fleet = ServerFleet([quick, slow], None)
+    fleet = ServerFleet([slow, quick], None)
     _run(fleet, 16, replace(SETTINGS, max_concurrency=4))
     fleet.close()
     assert len(slow.asked) <= 4
     assert len(quick.asked) == 16 - len(slow.asked)
 
 
-def test_run_tries_again_and_logs_sample_server_and_attempt(
+def test_run_tries_again_after_a_pause_and_logs_sample_server_and_attempt(
     fakes: Callable[[Respond], FakeServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = iter([True, True])
     server = fakes(lambda body: (503, {"detail": "busy"}) if next(failures, False) else _served(body))
     fleet = ServerFleet([server], None)
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         (result,) = _run(fleet, 1)
+    assert 0.3 <= time.monotonic() - began < 5, "pauses of 0.1 s and 0.2 s"
     fleet.close()
     assert result.finish is FinishReason.LENGTH
     messages = [record.getMessage() for record in caplog.records]
@@ -221,7 +228,7 @@ def test_run_hanging_server_is_stopped_and_its_requests_move_on(fakes: Callable[
     assert {result.finish for result in results} == {FinishReason.LENGTH}
     assert hanging.stopped
     assert len(well.asked) == 8
-    assert "it hangs and was stopped" in fleet.losses()
+    assert "it hangs: " in fleet.losses()
     fleet.close()
 
 
@@ -316,6 +323,23 @@ def test_run_seeded_wrong_answer_is_told_when_no_request_is_left_under_way(
     assert not any(member.running for member in fleet.members)
     assert len(slow.asked) == 1
     release.set()
+    fleet.close()
+
+
+def test_post_lets_a_server_that_refuses_leave_while_others_wait_for_it(fakes: Callable[[Respond], FakeServer]) -> None:
+    left = ("/leave", {"group": "a"})
+
+    def wait(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        deadline = time.monotonic() + 20
+        while left not in refusing.controls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return (200, {}) if left in refusing.controls else (400, {"error": "the other one is still there"})
+
+    refusing, waiting = fakes(lambda body: (400, {"error": "no session"})), fakes(wait)
+    fleet = ServerFleet([refusing, waiting], None)
+    with pytest.raises(RolloutError, match="1 of 2 SGLang servers failed: .*no session"):
+        fleet.post("/generate", [{"rid": "x"}] * 2, timeout_s=30.0, on_refusal=left)
+    assert left not in waiting.controls
     fleet.close()
 
 
