@@ -3,9 +3,9 @@
 import logging
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slime_ppo.config.batch_plan import batch_plan_text
@@ -14,7 +14,9 @@ from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.preflight import METRICS_FILE, preflight
 from slime_ppo.config.root import Config
-from slime_ppo.data.source import JsonlDataSource
+from slime_ppo.data.chat import load_chat_template
+from slime_ppo.data.row_format import RowFormat
+from slime_ppo.data.source import PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.evaluation import EvalSet, Evaluation
@@ -53,14 +55,14 @@ _LEXICON_NOTE = (
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read and checked before any device is used; `shape` is the actor's. `num_dropped`: prompts left out, by the path of
-    their file."""
+    """What is read and checked before any device is used; `shape` is the actor's. `left_out`: lines that tell which rows of which
+    file are not used."""
 
     tokenizer: TextTokenizer
     shape: ModelShape
-    prompts: JsonlDataSource
+    prompts: PromptSource
     eval_sets: tuple[EvalSet, ...]
-    num_dropped: Mapping[str, int]
+    left_out: tuple[str, ...]
     rewards: RewardRunner
     reward_warnings: tuple[str, ...]
     tracker: Tracker
@@ -83,7 +85,7 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             _open_logs(config)
             if config.generates:
                 stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *_left_out(config, inputs))
+            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *inputs.left_out)
             stack.enter_context(launcher)
             say(launcher.description)
             roles = launcher.start(lambda: clock.where)
@@ -130,19 +132,17 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     if config.debug.load_debug_rollout_data is not None:
         check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor)
     paths = config.eval_files
-    eval_sources = {name: _read_prompts(config, tokenizer, path, origin="--eval-prompt-data") for name, path in paths.items()}
+    read = partial(_read_prompts, config, tokenizer, _row_format(config))
+    eval_sources = {name: read(path, origin="--eval-prompt-data") for name, path in paths.items()}
     reward = config.reward
-    prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
+    prompts = read(config.data.prompt_data, origin="--prompt-data")
     reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
     return RunInputs(
         tokenizer=tokenizer,
         shape=shapes.actor,
         prompts=prompts,
         eval_sets=tuple(EvalSet(name, source.prompts) for name, source in eval_sources.items()),
-        num_dropped={
-            config.data.prompt_data: prompts.num_dropped,
-            **{paths[name]: source.num_dropped for name, source in eval_sources.items()},
-        },
+        left_out=tuple(line for source in (prompts, *eval_sources.values()) for line in source.left_out),
         rewards=RewardRunner(
             reward_spec,
             num_workers=reward.reward_num_workers,
@@ -156,26 +156,24 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     )
 
 
-def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin: str) -> JsonlDataSource:
+def _row_format(config: Config) -> RowFormat:
+    data, template = config.data, None
+    if data.apply_chat_template:
+        template = load_chat_template(config.model.hf_checkpoint, file=data.chat_template, variables=data.template_variables)
+    return RowFormat(data.input_key, data.label_key, data.tool_key, template)
+
+
+def _read_prompts(config: Config, tokenizer: TextTokenizer, row_format: RowFormat, path: str, *, origin: str) -> PromptSource:
     data = config.data
-    return JsonlDataSource(
+    return PromptSource(
         path,
         tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        max_prompt_len=data.rollout_max_prompt_len,
-        overlong_prompt=data.overlong_prompt,
+        row_format=row_format,
+        policy=RowPolicy(data.rollout_max_prompt_len, data.overlong_prompt, data.broken_row),
         shuffle=data.shuffle,
         seed=config.run.seed,
         origin=origin,
     )
-
-
-def _left_out(config: Config, inputs: RunInputs) -> list[str]:
-    """What --overlong-prompt drop has left out, a line per file."""
-    limit = config.data.rollout_max_prompt_len
-    counts = inputs.num_dropped.items()
-    return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
 
 
 def _claim_run_folder(config: Config) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from slime_ppo.config.algorithm_checks import check_algorithm
 from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.data_checks import check_data
 from slime_ppo.config.debug_checks import check_debug
 from slime_ppo.config.engine_checks import check_engine
 from slime_ppo.config.execution_checks import check_execution, check_execution_of_model
@@ -35,6 +36,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         _check_bounds,
         check_debug,
         check_algorithm,
+        check_data,
         check_reward,
         _check_sampler,
         check_engine,
@@ -240,10 +242,6 @@ def _check_weight_bucket(checked: Checked) -> None:
 
 def _check_eval(checked: Checked) -> None:
     settings = checked.config.eval
-    try:
-        _ = settings.data_sets
-    except ValueError as error:
-        raise ConfigError(f"{checked.cite('eval.eval_prompt_data')}: {error}") from error
     if settings.eval_n_samples_per_prompt > 1 and settings.eval_temperature == 0:
         raise ConfigError(
             f"{checked.cite('eval.eval_n_samples_per_prompt')} with {checked.cite('eval.eval_temperature')}: greedy answers to one "

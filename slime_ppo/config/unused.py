@@ -18,6 +18,9 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_the_correction(config)
     yield from _of_the_evaluation(config)
     yield from _of_the_reward(config)
+    if not config.data.apply_chat_template:
+        for name in ("chat_template", "apply_chat_template_kwargs", "tool_key"):
+            yield f"data.{name}", "--apply-chat-template"
     if config.batch.use_dynamic_batch_size:
         yield "batch.micro_batch_size", "micro-batches of so many samples (--no-use-dynamic-batch-size)"
     if not config.cluster.colocate:

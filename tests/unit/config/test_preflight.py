@@ -96,6 +96,21 @@ def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_pa
     check_files(make(**(several | {"eval__eval_prompt_data": f"one={there},two={there}"})))
 
 
+def test_check_files_with_a_slice_looks_for_its_file(make: Make, tmp_path: Path) -> None:
+    check_files(make(data__prompt_data=f"{tmp_path}/prompts.jsonl@[:1]"))
+    assert _refusal(make(data__prompt_data="nowhere.jsonl@[:1]")).startswith("--prompt-data nowhere.jsonl@[:1]: no such file")
+    values: dict[str, Value] = {"data__prompt_data": f"{tmp_path}/run/hf/p.jsonl@[:1]", "run__save": str(tmp_path / "run")}
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "p.jsonl").touch()
+    assert "p.jsonl (--prompt-data), which the run would overwrite" in _refusal(make(**values))
+
+
+def test_check_files_with_a_missing_chat_template_names_it(make: Make, tmp_path: Path) -> None:
+    values: dict[str, Value] = {"data__apply_chat_template": True, "data__chat_template": "nowhere.jinja"}
+    assert _refusal(make(**values)).startswith("--chat-template nowhere.jinja: no such file, expected a Jinja template")
+    check_files(make(**(values | {"data__apply_chat_template": False})))
+
+
 @pytest.mark.parametrize(
     ("folder", "taken"),
     [
