@@ -308,7 +308,7 @@ def test_preflight_critic_from_a_checkpoint_reads_the_model_beside_its_weights(m
     iteration.mkdir(parents=True)
     latest = critic / "latest_checkpointed_iteration.txt"
     latest.write_text("20")
-    assert f"{latest} names 20, but {iteration} holds no torch_dist checkpoint" in _refusal(config)
+    assert f"{latest} names '20', but {iteration}/.metadata is not there" in _refusal(config)
     (iteration / ".metadata").touch()
     assert f"--critic-load {critic}: {iteration} is a torch_dist checkpoint without hf/config.json" in _refusal(config)
     write_model_folder(iteration / "hf", architectures=["LlamaForCausalLM"])
