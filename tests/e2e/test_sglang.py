@@ -20,7 +20,7 @@ GAP = 5e-5
 LONG = (
     "--sglang-deterministic", "--num-rollout", "3", "--rollout-batch-size", "32", "--global-batch-size", "32",
     "--micro-batch-size", "32", "--rollout-max-response-len", "90", "--num-critic-only-steps", "0", "--eval-interval", "0",
-    "--no-save-hf", "--num-epochs-per-rollout", "1",
+    "--no-save-hf", "--no-save-checkpoints", "--num-epochs-per-rollout", "1",
 )  # fmt: skip
 START_LINE = re.compile(r"=== start (\d+): .*--port (\d+)")
 
