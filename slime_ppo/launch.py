@@ -6,17 +6,21 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slime_ppo.checkpoint.layout import role_folders
-from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start, shape_fields
+from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
 from slime_ppo.config.launcher import LauncherName
+from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, RunShapes, loads_own_folder, preflight
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.data.source import JsonlDataSource
+from slime_ppo.data.chat import load_chat_template
+from slime_ppo.data.row_format import RowFormat
+from slime_ppo.data.source import PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.evaluation import EvalSet, Evaluation
@@ -25,14 +29,23 @@ from slime_ppo.orchestration.engine_settings import check_sglang
 from slime_ppo.orchestration.interrupts import Interrupted, Preempted, StopRequest, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
-from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
+from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
 from slime_ppo.rewards.resolve import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
+from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.rollout_only import RolloutOnly
+from slime_ppo.rollout_source import (
+    DumpedRollouts,
+    GeneratedRollouts,
+    RolloutSource,
+    check_dumps,
+    rollout_sampling,
+)
 from slime_ppo.saver import CheckpointSaver, SavePlan
 from slime_ppo.tracking.base import RunInfo, Tracker
-from slime_ppo.tracking.clock import RunClock, run_phases
+from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
 from slime_ppo.types.load_report import LoadReport
@@ -50,14 +63,14 @@ _LEXICON_NOTE = (
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read and checked before any device is used. `num_dropped`: prompts left out, by the path of their file. `start`:
-    where --load has the run begin. `save_plan` None: nothing is saved to go on from."""
+    """What is read and checked before any device is used; `shape` is the actor's. `left_out`: lines that tell which rows of which
+    file are not used. `start`: where --load has the run begin. `save_plan` None: nothing is saved to go on from."""
 
     tokenizer: TextTokenizer
-    vocab_size: int
-    prompts: JsonlDataSource
+    shape: ModelShape
+    prompts: PromptSource
     eval_sets: tuple[EvalSet, ...]
-    num_dropped: Mapping[str, int]
+    left_out: tuple[str, ...]
     rewards: RewardRunner
     reward_warnings: tuple[str, ...]
     tracker: Tracker
@@ -72,26 +85,30 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
     """
-    clock = RunClock(run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate))
+    phases = run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate)
+    clock = RunClock(phases if config.trains else ROLLOUT_PHASES)
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
             inputs = read_inputs(config, returns_support=_launcher(config, launcher_name, world).returns_support)
             launcher = _launcher(inputs.start.config, launcher_name, world)
             _open_logs(config)
-            stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *_left_out(config, inputs))
+            if config.generates:
+                stack.enter_context(inputs.rewards).start()
+            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *inputs.left_out)
             stack.enter_context(launcher)
             say(launcher.description)
-            parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
-            _load(parts, inputs.start)
+            roles = launcher.start(lambda: clock.where)
+            stop = StopRequest()
+            loop = _loop(config, roles, inputs, clock, stop=stop)
             _claim_run_folder(config, inputs.start)
-            stack.callback(parts.engine.sync.close)
-            stack.callback(parts.tracker.close)
-            parts.tracker.start(_run_info(config, inputs.start))
-            if config.checkpoint.save_checkpoints:
-                stack.enter_context(parts.stop.listening())
-            PpoTrainer(config, parts, inputs.start.progress).run()
+            if roles.engine is not None:
+                stack.callback(roles.engine.sync.close)
+            stack.callback(inputs.tracker.close)
+            inputs.tracker.start(_run_info(config, inputs.start))
+            if inputs.save_plan is not None:
+                stack.enter_context(stop.listening())
+            loop.run()
     except Interrupted as interrupt:
         rest = f"the run folder is {config.run.save}"
         if isinstance(interrupt, Preempted):
@@ -129,23 +146,22 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     check_engine_support(config, returns_support=returns_support)
     check_sglang(config)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    paths = config.eval.data_sets if config.eval.eval_interval > 0 else {}
-    eval_sources = {name: _read_prompts(config, tokenizer, path, origin="--eval-prompt-data") for name, path in paths.items()}
+    if config.debug.load_debug_rollout_data is not None:
+        check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor)
+    read = partial(_read_prompts, config, tokenizer, _row_format(config))
+    eval_sources = {name: read(path, origin="--eval-prompt-data") for name, path in config.eval_files.items()}
     reward = config.reward
-    prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
+    prompts = read(config.data.prompt_data, origin="--prompt-data")
     reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
     start = find_start(config, shapes.by_role, prompts)
     if start.config != config:
         preflight(start.config)
     return RunInputs(
         tokenizer=tokenizer,
-        vocab_size=shapes.actor.vocab_size,
+        shape=shapes.actor,
         prompts=prompts,
         eval_sets=tuple(EvalSet(name, source.prompts) for name, source in eval_sources.items()),
-        num_dropped={
-            config.data.prompt_data: prompts.num_dropped,
-            **{paths[name]: source.num_dropped for name, source in eval_sources.items()},
-        },
+        left_out=tuple(line for source in (prompts, *eval_sources.values()) for line in source.left_out),
         rewards=RewardRunner(
             reward_spec,
             num_workers=reward.reward_num_workers,
@@ -157,7 +173,7 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
         reward_warnings=reward_spec.warnings,
         tracker=build_trackers(config.tracking),
         start=start,
-        save_plan=_save_plan(config, shapes, start) if config.checkpoint.save_checkpoints else None,
+        save_plan=_save_plan(config, shapes, start) if config.saves_checkpoints else None,
     )
 
 
@@ -170,43 +186,37 @@ def _save_plan(config: Config, shapes: RunShapes, start: StartPoint) -> SavePlan
         interval=config.checkpoint.save_interval,
         keep=config.checkpoint.keep_checkpoints,
         settings=config.values(),
-        models={role: shape_fields(shape) for role, shape in shapes.by_role.items()},
+        models={role: shape.plain_values() for role, shape in shapes.by_role.items()},
     )
 
 
-def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin: str) -> JsonlDataSource:
+def _row_format(config: Config) -> RowFormat:
+    data, template = config.data, None
+    if data.apply_chat_template:
+        template = load_chat_template(config.model.hf_checkpoint, file=data.chat_template, variables=data.template_variables)
+    return RowFormat(data.input_key, data.label_key, data.tool_key, template)
+
+
+def _read_prompts(config: Config, tokenizer: TextTokenizer, row_format: RowFormat, path: str, *, origin: str) -> PromptSource:
     data = config.data
-    return JsonlDataSource(
+    return PromptSource(
         path,
         tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        max_prompt_len=data.rollout_max_prompt_len,
-        overlong_prompt=data.overlong_prompt,
+        row_format=row_format,
+        policy=RowPolicy(data.rollout_max_prompt_len, data.overlong_prompt, data.broken_row),
         shuffle=data.shuffle,
         seed=config.run.seed,
         origin=origin,
     )
 
 
-def _left_out(config: Config, inputs: RunInputs) -> list[str]:
-    """What --overlong-prompt drop has left out, a line per file."""
-    limit = config.data.rollout_max_prompt_len
-    counts = inputs.num_dropped.items()
-    return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
-
-
-def _load(parts: TrainerParts, start: StartPoint) -> None:
-    """Let the roles take over the checkpoint that the run starts from."""
-    groups = {"actor": parts.actor, "critic": parts.critic}
+def _load(start: StartPoint, groups: Mapping[RoleName, TrainGroup], turns: DeviceTurns) -> list[str]:
+    """Let the roles take over the checkpoint that the run starts from, and say what they have."""
     reports: dict[RoleName, LoadReport] = {}
     for role, folder in start.folders.items():
-        group = groups[role]
-        assert group is not None, "the roles of the checkpoint are those of the run"
-        parts.turns.take(role)
-        reports[role] = group.load_checkpoint(str(folder), with_optimizer=start.resumed)
-    if start.text:
-        say(start.told(reports), *start.changes)
+        turns.take(role)
+        reports[role] = groups[role].load_checkpoint(str(folder), with_optimizer=start.resumed)
+    return [start.told(reports), *start.changes] if start.text else []
 
 
 def _claim_run_folder(config: Config, start: StartPoint) -> None:
@@ -234,7 +244,8 @@ def _open_logs(config: Config) -> None:
     """The driver's log in the run folder; warnings are shown on the console, too."""
     folder = Path(config.run.save)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / "driver.log", mode="w", encoding="utf-8")
+    mode = "a" if loads_own_folder(config) else "w"  # what ended the run before may be in it
+    handler = logging.FileHandler(folder / "logs" / "driver.log", mode=mode, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     package = logging.getLogger("slime_ppo")
     console = logging.StreamHandler(sys.stderr)
@@ -254,45 +265,77 @@ def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher
     return RayLauncher(config)
 
 
-def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> TrainerParts:
-    tenants: dict[str, Tenant] = {ROLLOUT: RolloutTenant(roles.engine)}
+def _loop(
+    config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock, *, stop: StopRequest
+) -> PpoTrainer | RolloutOnly:
+    """The loop of the run, with its parts, where it starts."""
+    tenants: dict[str, Tenant] = {} if roles.engine is None else {ROLLOUT: RolloutTenant(roles.engine.engine)}
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
-    stop = StopRequest()
-    keeper = EngineKeeper(turns, roles.sync, roles.engine, clock, attempts=config.push_attempts)
+    rollouts, evaluation = _sources(config, roles, inputs, turns, clock=clock, stop=stop)
+    where = config.debug.save_debug_rollout_data
+    dumps = None if where is None else DumpWriter(where, config.to_yaml(), inputs.shape.plain_values())
+    if not config.trains:
+        return RolloutOnly(
+            config, rollouts, inputs.tokenizer, evaluation=evaluation, tracker=inputs.tracker, clock=clock, dumps=dumps
+        )
+    start, plan = inputs.start, inputs.save_plan
+    say(*_load(start, roles.groups, turns))
+    parts = TrainerParts(
+        actor=roles.groups["actor"],
+        critic=roles.groups["critic"] if config.has_critic else None,
+        turns=turns,
+        rollouts=rollouts,
+        tokenizer=inputs.tokenizer,
+        evaluation=evaluation,
+        tracker=inputs.tracker,
+        clock=clock,
+        dumps=dumps,
+        side_by_side=roles.side_by_side,
+        saver=None if plan is None else CheckpointSaver(plan, start.run_state, groups=roles.groups, take=turns.take),
+        stop=stop,
+    )
+    return PpoTrainer(config, parts, start.progress)
+
+
+def _sources(
+    config: Config, roles: RunningRoles, inputs: RunInputs, turns: DeviceTurns, *, clock: RunClock, stop: StopRequest
+) -> tuple[RolloutSource, Evaluation | None]:
+    """What gives the rollouts, and what answers held-out prompts: both by the engine, or files and nothing."""
+    num_prompts = config.rollout.rollout_batch_size
+    if roles.engine is None:
+        return DumpedRollouts(str(config.debug.load_debug_rollout_data), inputs.prompts, num_prompts=num_prompts, clock=clock), None
+    engine, sync = roles.engine.engine, roles.engine.sync
+    keeper = EngineKeeper(turns, sync, engine, clock, attempts=config.push_attempts)
     samples = SampleBuilder(
-        engine=roles.engine,
+        engine=engine,
         tokenizer=inputs.tokenizer,
         run_seed=config.run.seed,
-        vocab_size=inputs.vocab_size,
+        vocab_size=inputs.shape.vocab_size,
         mask_truncated=config.ppo.truncation_policy == "mask",
         restore=keeper.restore,
         answering=stop.answering,
     )
-    plan = inputs.save_plan
-    saver = None if plan is None else CheckpointSaver(plan, inputs.start.run_state, groups=roles.groups, take=turns.take)
-    return TrainerParts(
-        actor=roles.groups["actor"],
-        critic=roles.groups["critic"] if config.has_critic else None,
-        turns=turns,
-        engine=keeper,
+    rollouts = GeneratedRollouts(
+        keeper=keeper,
         samples=samples,
         rewards=inputs.rewards,
         prompts=inputs.prompts,
-        evaluation=Evaluation.of(
-            config,
-            inputs.eval_sets,
-            samples=samples,
-            rewards=inputs.rewards,
-            tracker=inputs.tracker,
-            check_alive=roles.check_alive,
-        ),
-        tracker=inputs.tracker,
+        sampling=rollout_sampling(config, inputs.tokenizer),
+        num_prompts=num_prompts,
+        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
         clock=clock,
         check_alive=roles.check_alive,
-        side_by_side=roles.side_by_side,
-        saver=saver,
-        stop=stop,
+    )
+    if not inputs.eval_sets:
+        return rollouts, None
+    return rollouts, Evaluation.of(
+        config,
+        inputs.eval_sets,
+        samples=samples,
+        rewards=inputs.rewards,
+        tracker=inputs.tracker,
+        check_alive=roles.check_alive,
     )
 
 
@@ -300,12 +343,16 @@ def _run_info(config: Config, start: StartPoint) -> RunInfo:
     notes: list[str] = []
     if config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
         notes.append(_LEXICON_NOTE)
+    if not config.generates:
+        notes.append(f"Trains on the rollouts of {config.debug.load_debug_rollout_data}; no engine is started.")
+    if not config.trains:
+        notes.append("Generates with the weights of --hf-checkpoint; nothing is trained.")
     num_critic_only = config.ppo.num_critic_only_steps
-    if num_critic_only > 0:
+    if num_critic_only > 0 and config.has_critic:
         first = "first rollout trains" if num_critic_only == 1 else f"first {num_critic_only} rollouts train"
         notes.append(f"The {first} the critic only, so the reward starts flat.")
     return RunInfo(
-        title=f"PPO of {Path(config.model.hf_checkpoint).name}",
+        title=f"{'PPO' if config.trains else 'Rollouts'} of {Path(config.model.hf_checkpoint).name}",
         run_dir=Path(config.run.save),
         num_rollout=config.run.num_rollout,
         config_yaml=config.to_yaml(),

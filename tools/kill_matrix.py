@@ -69,11 +69,7 @@ class Moment:
 
     def plant(self) -> None:
         """In the process that is to die."""
-        module, _, path = self.function.partition(":")
-        *owners, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for one in owners:
-            owner = getattr(owner, one)
+        owner, name = owner_of(self.function)
         original = getattr(owner, name)
         calls = 0
 
@@ -93,7 +89,18 @@ class Moment:
         setattr(owner, name, planted)
 
 
-def target(suffix: str) -> Condition:
+def owner_of(function: str) -> tuple[Any, str]:
+    """What a function is an attribute of, and its name there. Raises AttributeError when there is none."""
+    module, _, path = function.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for one in owners:
+        owner = getattr(owner, one)
+    getattr(owner, name)
+    return owner, name
+
+
+def target(suffix: str | tuple[str, ...]) -> Condition:
     """The second argument is a path that ends so."""
     return lambda _, path, *__, **___: str(path).endswith(suffix)
 
@@ -116,7 +123,7 @@ MOMENTS = (
     Moment("in generation", "slime_ppo.rollout.embedded.decode:_end_rows", call=5 * 8 + 4),
     Moment("between generation and rewards", "slime_ppo.rewards.runner:RewardRunner.score", call=6),
     Moment("after the log-probs", f"{RANK}.compute_log_probs", call=4, after=True),
-    Moment("in the critic's training", "slime_ppo.backends.megatron.critic:CriticRole.train", call=4, after=True),
+    Moment("after the critic's training", "slime_ppo.backends.megatron.critic:CriticRole.train", call=4, after=True),
     Moment("in the actor's training, second optimizer step", "slime_ppo.backends.megatron.host_adam:HostAdam.step", call=14),
     Moment("in weight sync", "slime_ppo.rollout.embedded.engine:EmbeddedEngine.load_bucket", call=4),
     Moment("after the training, before it is in metrics.jsonl", "slime_ppo.tracking.jsonl:record_line", call=4),
@@ -181,7 +188,7 @@ class Ended:
     def place(self) -> str:
         """The last rollout that it has reported."""
         reported = re.findall(r"^rollout (\d+)/", self.output, re.MULTILINE)
-        return f"rollout {reported[-1]} was reported" if reported else "no rollout was reported"
+        return f"rollout {reported[-1]}" if reported else "no rollout"
 
     @property
     def start(self) -> str:
@@ -305,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(whole.output)
         return 1
     chosen += random_moments(home / "reference", options.random, options.seed)
-    print("| SIGKILL | after | resumed after | compared with the uninterrupted run |\n|---|---|---|---|", flush=True)
+    print("| SIGKILL | last report | resumed from | outcome |\n|---|---|---|---|", flush=True)
     num_failed = 0
     for number, moment in enumerate(chosen):
         save = home / f"run-{number}"

@@ -3,13 +3,11 @@
 Everything is read and compared before any device is used, the ranks' own files aside: of those, names and sizes.
 """
 
-import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from slime_ppo.checkpoint.buffer import read_samples
 from slime_ppo.checkpoint.files import read_json, size_problems
@@ -31,6 +29,8 @@ ORDER_SETTINGS = (
     "run.seed",
     "data.input_key",
     "data.label_key",
+    "data.tool_key",
+    "data.apply_chat_template_kwargs",
     "rollout.rollout_batch_size",
     "rollout.n_samples_per_prompt",
     "batch.global_batch_size",
@@ -106,14 +106,6 @@ def find_start(config: Config, shapes: Mapping[RoleName, ModelShape], prompts: D
 def beginning(config: Config, prompts: Mapping[str, object]) -> StartPoint:
     """Of a run that goes on from nothing; `prompts` is the state before the first draw."""
     return StartPoint("", config, Progress.start(config.ppo, prompts), RunState(secrets.token_hex(8)))
-
-
-def shape_fields(shape: ModelShape) -> dict[str, Any]:
-    """What two models must have in common, as JSON gives it back. End tokens belong to generation, not to the weights."""
-    fields = asdict(shape)
-    del fields["eos_token_ids"]
-    plain: dict[str, Any] = json.loads(json.dumps(fields))
-    return plain
 
 
 def _from_hf(fresh: StartPoint, folder: Path) -> StartPoint:
@@ -213,7 +205,7 @@ def _check_roles(config: Config, chosen: Checkpoint, saved: SavedState) -> None:
 
 def _check_models(shapes: Mapping[RoleName, ModelShape], saved: SavedState) -> None:
     for role, shape in shapes.items():
-        ours, theirs = shape_fields(shape), saved.models[role]
+        ours, theirs = shape.plain_values(), saved.models[role]
         changed = [f"{name} was {theirs[name]!r} and is {ours[name]!r} now" for name in ours if theirs.get(name) != ours[name]]
         if changed:
             flag = "--hf-checkpoint" if role == "actor" else "--critic-load"

@@ -12,6 +12,7 @@ from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleSettings
 from slime_ppo.config.root import Config
 
+_NO_ENGINE = "rollout engine: none, rollouts are read from files (--debug-train-only)"
 _MEMORY_COLUMNS = ("params", "grads", "main params", "moments", "activations", "logits", "total", "host copies")
 
 
@@ -55,7 +56,7 @@ def placement_text(config: Config, launcher: LauncherName) -> str:
     """The ranks of each role and how tenants use the devices; then a line per bundle, or without Ray per process."""
     roles = [config.role(role) for role in config.roles]
     head = [f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = {_sizes(one)}" for one in roles]
-    head.append(f"rollout engine: {_engine_text(config)}; {_sharing(config)}")
+    head.append(f"rollout engine: {_engine_text(config)}; {_sharing(config)}" if config.generates else _NO_ENGINE)
     device = {"cuda": "1 CPU + 1 GPU", "cpu": "1 CPU", "auto": "1 CPU, + 1 GPU if there is one"}[config.cluster.device]
     place = "bundle" if launcher == "ray" else "process"
     lines = [f"{place} {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
@@ -75,6 +76,8 @@ def _engine_text(config: Config) -> str:
 
 def _sharing(config: Config) -> str:
     """Who uses the devices when."""
+    if not config.trains:
+        return "nothing else (--debug-rollout-only)"
     if not config.cluster.colocate:
         return "each has devices of its own" + (", critic and actor train side by side" if config.has_critic else "")
     if config.rollout.engine == "sglang" and not config.engine_bundles:
@@ -99,7 +102,7 @@ def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelSha
             kept = one.resident
             parts = (kept.params, kept.grads, kept.main_params, kept.moments, one.activations, one.logits, one.total, one.host)
             rows.append((role + label, *map(_size, parts)))
-    if config.rollout.engine == "embedded" or config.engine_bundles:
+    if config.generates and (config.rollout.engine == "embedded" or config.engine_bundles):
         weights, cache = engine_memory(config, actor_shape)
         rows.append(("rollout", _size(weights), "", "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from slime_ppo.config.checks import check_model_shape
 from slime_ppo.config.critic_start import CriticStart
+from slime_ppo.config.data import DataConfig
+from slime_ppo.config.debug import rollout_file
+from slime_ppo.config.debug_checks import check_rollout_files_free
 from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import CheckpointError, ConfigError
@@ -85,11 +89,16 @@ def check_files(config: Config) -> None:
     if config.has_critic:
         _check_critic_folder(config.role("critic").hf_folder)
     _check_prompt_file("--prompt-data", config.data.prompt_data)
-    for path in config.eval.data_sets.values() if config.eval.eval_interval > 0 else ():
+    for path in config.eval_files.values():
         _check_prompt_file("--eval-prompt-data", path)
+    _check_chat_template(config.data)
     _check_folders_apart(config)
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
+    if config.debug.save_debug_rollout_data is not None:
+        if not loads_own_folder(config):
+            check_rollout_files_free(config)
+        _check_writable("--save-debug-rollout-data", str(rollout_file(config.debug.save_debug_rollout_data, 0).parent))
     if config.rollout.weight_sync == "disk":
         _check_writable("--weight-sync-folder", config.weight_sync_folder)
     if config.has_critic:
@@ -133,11 +142,24 @@ def _listing(names: list[str]) -> str:
 
 
 def _check_prompt_file(flag: str, path: str) -> None:
-    if not os.path.isfile(path):
+    file = PromptPath.parse(path).file
+    if not os.path.isfile(file):
         raise ConfigError(
-            f"{flag} {path}: {'is a folder' if os.path.isdir(path) else 'no such file'}, expected a JSON Lines file with one "
-            "prompt a line. Paths are relative to the current directory"
+            f"{flag} {path}: {_no_file(file)}, expected a JSON Lines file with one prompt a line, or a parquet file. Paths are "
+            "relative to the current directory"
         )
+
+
+def _check_chat_template(data: DataConfig) -> None:
+    if data.apply_chat_template and data.chat_template is not None and not os.path.isfile(data.chat_template):
+        raise ConfigError(
+            f"--chat-template {data.chat_template}: {_no_file(data.chat_template)}, expected a Jinja template. Paths are relative "
+            "to the current directory"
+        )
+
+
+def _no_file(path: str) -> str:
+    return "is a folder" if os.path.isdir(path) else "no such file"
 
 
 def _check_folders_apart(config: Config) -> None:
@@ -174,11 +196,13 @@ def _inputs(config: Config) -> dict[str, str]:
     paths = {
         "--hf-checkpoint": config.model.hf_checkpoint,
         "--ref-load": config.model.ref_folder,
-        "--prompt-data": config.data.prompt_data,
+        "--prompt-data": PromptPath.parse(config.data.prompt_data).file,
     }
     if config.has_critic:
         paths["--critic-load"] = config.role("critic").hf_folder
-    return paths | {f"--eval-prompt-data, {name}": path for name, path in config.eval.data_sets.items()}
+    if config.data.chat_template is not None:
+        paths["--chat-template"] = config.data.chat_template
+    return paths | {f"--eval-prompt-data, {name}": PromptPath.parse(path).file for name, path in config.eval.data_sets.items()}
 
 
 def _check_not_above(flag: str, folder: str, kept: Mapping[str, str]) -> None:

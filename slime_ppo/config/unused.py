@@ -10,12 +10,17 @@ _REFERENCE = "--kl-coef above 0 or --use-kl-loss"
 
 
 def unused_options(config: Config) -> Iterator[tuple[str, str]]:
-    """(option, what it needs) for features that are off."""
+    """(option, what it needs) for features that are off. Half of a run leaves half of the options without use: none is named."""
+    if not (config.trains and config.generates):
+        return
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
     yield from _of_the_evaluation(config)
     yield from _of_the_reward(config)
+    if not config.data.apply_chat_template:
+        for name in ("chat_template", "apply_chat_template_kwargs", "tool_key"):
+            yield f"data.{name}", "--apply-chat-template"
     if config.batch.use_dynamic_batch_size:
         yield "batch.micro_batch_size", "micro-batches of so many samples (--no-use-dynamic-batch-size)"
     if not config.cluster.colocate:

@@ -13,7 +13,7 @@ from slime_ppo.rollout.sglang.engine import EngineSettings
 from slime_ppo.rollout.sglang.server import ExternalServer
 from slime_ppo.rollout.sglang.server_args import ServerSpec, check_host, check_server_args
 from slime_ppo.weight_sync.base import WeightSync
-from slime_ppo.weight_sync.disk import DiskSync
+from slime_ppo.weight_sync.disk import DiskSync, FolderSync
 from slime_ppo.weight_sync.distributed import DistributedSync
 from slime_ppo.weight_sync.folder import served_tensors
 from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
@@ -21,7 +21,7 @@ from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
 
 def check_sglang(config: Config) -> None:
     """What can be known before a server is started. Raises ConfigError."""
-    if config.rollout.engine == "sglang":
+    if config.rollout.engine == "sglang" and config.generates:
         check_server_args(config.sglang.further_args, "--sglang-server-args")
         api_key = _api_key(config)
         if config.engine_bundles:
@@ -105,9 +105,11 @@ def _weight_sync_path(config: Config, device: DeviceKind) -> str:
 
 
 def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind) -> WeightSync:
-    """The way that weights take in this run, from the actor's group to the engine. Raises ConfigError for one that the device
-    does not have."""
+    """The way that weights take in this run, from the actor's group to the engine; without an actor (--debug-rollout-only) from
+    --hf-checkpoint. Raises ConfigError for one that the device does not have."""
     rollout, path = config.rollout, _weight_sync_path(config, device)
+    if not config.trains:
+        return FolderSync(target, config.model.hf_checkpoint, bucket_bytes=rollout.weight_bucket_bytes)
     common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
     if device == "cuda" and config.rollout.engine == "sglang":
         check_weight_sync_on_gpus(config)

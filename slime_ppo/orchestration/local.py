@@ -5,7 +5,7 @@ The loop, the roles, the weight sync and the engine are the same as under Ray, a
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -22,7 +22,7 @@ from slime_ppo.orchestration.engine_settings import engine_settings, external_se
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
-from slime_ppo.orchestration.protocols import BatchHandle, RunningRoles, check_saved
+from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import import_megatron
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
@@ -226,6 +226,12 @@ class LocalRolloutEngine:
     def load_bucket(self, index: int, flat: np.ndarray) -> None:
         self._engine.load_bucket(index, flat)
 
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        return self._engine.manifest()
+
+    def load_folder(self, folder: str) -> None:
+        self._engine.load_folder(folder)
+
     def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
         self._engine.check_bucket(bucket, flat)
 
@@ -265,9 +271,18 @@ class LocalLauncher:
 
     def start(self, where: Callable[[], str]) -> RunningRoles:
         """Build both roles on all ranks, one after the other, and the engine on rank 0."""
-        config = self._config
-        log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
+        log_dir = os.path.abspath(os.path.join(self._config.run.save, "logs"))
         device = self._prepare_process(log_dir)
+        groups = self._start_roles(device, log_dir) if self._config.trains else {}
+        return RunningRoles(
+            groups=groups,
+            engine=self._start_engine(groups, device, log_dir) if self._config.generates else None,
+            check_alive=self._world.check_alive,
+            side_by_side=None,
+        )
+
+    def _start_roles(self, device: DeviceKind, log_dir: str) -> dict[RoleName, LocalTrainGroup]:
+        config = self._config
         actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
         ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         temperature = config.rollout.rollout_temperature
@@ -277,18 +292,15 @@ class LocalLauncher:
         numbers = count()
         bucket_bytes = config.rollout.weight_bucket_bytes
         sync_timeout_s = config.rollout.weight_sync_timeout_s
-        groups = {
+        return {
             role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes, sync_timeout_s=sync_timeout_s)
             for role in config.roles
         }
-        engine = self._start_embedded(device) if config.rollout.engine == "embedded" else self._start_sglang(device, log_dir)
-        return RunningRoles(
-            groups=groups,
-            engine=engine,
-            sync=weight_sync(config, groups["actor"], engine, device=device),
-            check_alive=self._world.check_alive,
-            side_by_side=None,
-        )
+
+    def _start_engine(self, groups: Mapping[RoleName, LocalTrainGroup], device: DeviceKind, log_dir: str) -> RunningEngine:
+        embedded = self._config.rollout.engine == "embedded"
+        engine = self._start_embedded(device) if embedded else self._start_sglang(device, log_dir)
+        return RunningEngine(engine, weight_sync(self._config, groups.get("actor"), engine, device=device))
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
         """This process becomes a rank: library noise to a log, the device chosen, Megatron imported."""

@@ -117,13 +117,21 @@ class SideBySide(Protocol):
 
 
 @dataclass(frozen=True)
-class RunningRoles:
-    """What a launcher has brought up. `check_alive` raises when a process of the run has died, for waits that would not notice.
-    `side_by_side` is None where the roles share devices."""
+class RunningEngine:
+    """An engine, and how the weights reach it."""
 
-    groups: Mapping[RoleName, TrainGroup]
     engine: RolloutEngine
     sync: WeightSync
+
+
+@dataclass(frozen=True)
+class RunningRoles:
+    """What a launcher has brought up: no engine where rollouts come from files, no groups where nothing is trained. `check_alive`
+    raises when a process of the run has died, for waits that would not notice. `side_by_side` is None where the roles share
+    devices."""
+
+    groups: Mapping[RoleName, TrainGroup]
+    engine: RunningEngine | None
     check_alive: Callable[[], None]
     side_by_side: SideBySide | None
 

@@ -19,7 +19,6 @@ def test_killed_run_goes_on_bit_for_bit(local_runs: Runs) -> None:
     moments = (
         "in the actor's file",
         "between actor and critic",
-        "between both renames",
         "before run_state.json is replaced",
         "async: while the files are written",
         "while a resume loads the critic",

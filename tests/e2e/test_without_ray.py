@@ -25,12 +25,11 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
             assert found[name] == pytest.approx(value, rel=1e-5, abs=2e-6 * num_tokens), name
 
 
-def test_one_rank_alone_gives_the_numbers_of_ray(local_runs: Runs, one_rank: Path, tmp_path: Path) -> None:
-    code, output = local_runs.finish(tmp_path / "run", *SMALL, "--launcher", "local")
-    assert code == 0, output
+def test_one_rank_alone_gives_the_numbers_of_ray(alone: tuple[Path, str], one_rank: Path) -> None:
+    save, output = alone
     assert "launcher: local, 1 rank, no Ray" in output
     assert not re.search(r"Traceback|Warning|bundle", output)
-    assert_same_run(tmp_path / "run", one_rank)
+    assert_same_run(save, one_rank)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, id="DP2"), pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2")])

@@ -9,7 +9,6 @@ import numpy as np
 from slime_ppo.checkpoint.layout import role_folders
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import RunState
-from slime_ppo.checkpoint.start import shape_fields
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
@@ -26,7 +25,7 @@ def save_plan(config: Config, shapes: Mapping[RoleName, ModelShape] | None = Non
         interval=config.checkpoint.save_interval,
         keep=config.checkpoint.keep_checkpoints,
         settings=config.values(),
-        models={role: shape_fields(shape) for role, shape in (shapes or {}).items()},
+        models={role: shape.plain_values() for role, shape in (shapes or {}).items()},
     )
 
 

@@ -21,11 +21,14 @@ from slime_ppo.orchestration.interrupts import StopRequest
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
+from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart
 from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.rollout_only import RolloutOnly
+from slime_ppo.rollout_source import GeneratedRollouts, RolloutSource, rollout_sampling
 from slime_ppo.saver import CheckpointSaver, SavePlan
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
-from slime_ppo.tracking.clock import RunClock, run_phases
+from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
 from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
@@ -281,11 +284,13 @@ class NumberTokenizer:
 
 @dataclass
 class Parts:
-    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each. Nobody asks the
-    critic when the estimator needs none."""
+    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each, `rollouts` come from
+    elsewhere than the engine. Nobody asks the critic when the estimator needs none."""
 
     config: Config
     eval_sets: Mapping[str, int] = field(default_factory=dict)
+    dumps: DumpWriter | None = None
+    rollouts: RolloutSource | None = None
     journal: Journal = field(default_factory=list)
     save_plan: SavePlan | None = None
     saved: RunState = RunState("run")
@@ -303,14 +308,46 @@ class Parts:
         """Of a run that begins."""
         return Progress.start(self.config.ppo, self.prompts.state_dict())
 
+    def rollout_only(self) -> RolloutOnly:
+        """The loop that trains nothing: the engine is the only tenant."""
+        clock = RunClock(ROLLOUT_PHASES)
+        turns = DeviceTurns({"rollout": RolloutTenant(self.journal)}, offload=self.config.offloads, on_time=clock.add)
+        rollouts, evaluation = self._rollouts(turns, clock)
+        tokenizer: Any = NumberTokenizer()
+        return RolloutOnly(
+            self.config, rollouts, tokenizer, evaluation=evaluation, tracker=self.tracker, clock=clock, dumps=self.dumps
+        )
+
     def trainer_parts(self) -> TrainerParts:
         has_critic, colocate = self.config.has_critic, self.config.cluster.colocate
         clock = RunClock(run_phases(has_critic=has_critic, side_by_side=not colocate))
         tenants = {"actor": self.actor, "rollout": RolloutTenant(self.journal)} | ({"critic": self.critic} if has_critic else {})
         tokenizer: Any = NumberTokenizer()
+        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
+        rollouts, evaluation = self._rollouts(turns, clock)
+        groups: dict[RoleName, RecordingRole] = {"actor": self.actor} | ({"critic": self.critic} if has_critic else {})
+        return TrainerParts(
+            actor=self.actor,
+            critic=self.critic if has_critic else None,
+            turns=turns,
+            rollouts=rollouts,
+            tokenizer=tokenizer,
+            evaluation=evaluation,
+            tracker=self.tracker,
+            clock=clock,
+            dumps=self.dumps,
+            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
+            saver=None if self.save_plan is None else CheckpointSaver(self.save_plan, self.saved, groups=groups, take=turns.take),
+            stop=self.stop,
+        )
+
+    def _rollouts(self, turns: DeviceTurns, clock: RunClock) -> tuple[RolloutSource, Evaluation | None]:
+        """This object's `rollouts`, or generated ones and their evaluation."""
+        if self.rollouts is not None:
+            return self.rollouts, None
+        tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
         prompts: Any = self.prompts
-        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
         keeper = EngineKeeper(turns, RecordingSync(self.journal, self.engine), self.engine, clock, attempts=1)
         samples = SampleBuilder(
             engine=self.engine,
@@ -321,30 +358,26 @@ class Parts:
             restore=keeper.restore,
             answering=self.stop.answering,
         )
-        groups: dict[RoleName, RecordingRole] = {"actor": self.actor} | ({"critic": self.critic} if has_critic else {})
-        return TrainerParts(
-            actor=self.actor,
-            critic=self.critic if has_critic else None,
-            turns=turns,
-            engine=keeper,
+        evaluation = Evaluation.of(
+            self.config,
+            [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
+            samples=samples,
+            rewards=rewards,
+            tracker=self.tracker,
+            check_alive=lambda: None,
+        )
+        rollouts = GeneratedRollouts(
+            keeper=keeper,
             samples=samples,
             rewards=rewards,
             prompts=prompts,
-            evaluation=Evaluation.of(
-                self.config,
-                [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
-                samples=samples,
-                rewards=rewards,
-                tracker=self.tracker,
-                check_alive=lambda: None,
-            ),
-            tracker=self.tracker,
+            sampling=rollout_sampling(self.config, tokenizer),
+            num_prompts=self.config.rollout.rollout_batch_size,
+            n_samples_per_prompt=self.config.rollout.n_samples_per_prompt,
             clock=clock,
             check_alive=lambda: None,
-            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
-            saver=None if self.save_plan is None else CheckpointSaver(self.save_plan, self.saved, groups=groups, take=turns.take),
-            stop=self.stop,
         )
+        return rollouts, evaluation if self.eval_sets else None
 
 
 def make_prompt(index: int) -> Prompt:

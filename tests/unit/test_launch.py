@@ -10,16 +10,18 @@ import pytest
 import yaml
 
 from slime_ppo.checkpoint.run_state import Checkpoint, RunState
-from slime_ppo.checkpoint.start import beginning
+from slime_ppo.checkpoint.start import StartPoint, beginning
 from slime_ppo.config.fields import Value
-from slime_ppo.config.roles import RoleName
+from slime_ppo.config.roles import ROLE_NAMES, RoleName
 from slime_ppo.errors import ConfigError
-from slime_ppo.launch import RunInputs, _claim_run_folder, _left_out, read_inputs
+from slime_ppo.launch import RunInputs, _claim_run_folder, _load, read_inputs
 from slime_ppo.orchestration.ray_launcher import _start_role
+from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.orchestration.worker_settings import worker_settings
 from tests.helpers.configs import make_config
 from tests.helpers.reward_services import Respond, reward_service
 from tests.helpers.tiny_llama import make_tiny_llama
+from tests.helpers.trainer_parts import RecordingRole
 
 
 def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(tmp_path: Path) -> None:
@@ -70,6 +72,31 @@ def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_alon
     assert RunState.read(tmp_path / "new") is None
 
 
+def loading(start: StartPoint) -> tuple[list[str], list[str]]:
+    """What is said, and what the roles are asked to do."""
+    journal: list[str] = []
+    groups: dict[RoleName, Any] = {role: RecordingRole(role, journal) for role in ROLE_NAMES}
+    turns = DeviceTurns(groups, offload=True, on_time=lambda name, seconds: None)
+    return _load(start, groups, turns), journal
+
+
+def test_load_of_a_resumed_run_wakes_each_role_and_says_what_came_back() -> None:
+    folders: dict[RoleName, Path] = {"actor": Path("run/actor/iter_0000004"), "critic": Path("run/critic/iter_0000004")}
+    start = replace(beginning(make_config(), {}), text="resumed", resumed=True, folders=folders, changes=("--lr was 1, is 2",))
+    said, journal = loading(start)
+    assert journal == [
+        *("wake actor", "load actor from iter_0000004 with its optimizer"),
+        *("offload actor", "wake critic", "load critic from iter_0000004 with its optimizer"),
+    ]
+    assert said[0].startswith("resumed: weights and optimizer of actor and critic") and said[1:] == ["--lr was 1, is 2"]
+
+
+def test_load_of_weights_leaves_the_optimizer_and_the_critic() -> None:
+    start = replace(beginning(make_config(), {}), text="weights only", folders={"actor": Path("td/iter_0000000")})
+    assert loading(start) == (["weights only"], ["wake actor", "load actor from iter_0000000"])
+    assert loading(beginning(make_config(), {})) == ([], [])
+
+
 class RecordingGroup:
     def __init__(self, role: str) -> None:
         self.role = role
@@ -105,7 +132,7 @@ def test_read_inputs_reads_every_evaluation_file_and_tells_what_each_has_left_ou
     inputs = read_inputs(config, returns_support=True)
     assert [(one.name, [p.text for p in one.prompts]) for one in inputs.eval_sets] == [("math", ["b", "c"]), ("code", ["d"])]
     left_out = "1 prompts of more than 8 tokens left out"
-    assert _left_out(config, inputs) == [f"{paths['math']}: {left_out}", f"{paths['code']}: {left_out}"]
+    assert inputs.left_out == (f"{paths['math']}: {left_out}", f"{paths['code']}: {left_out}")
 
 
 def inputs_with(respond: Respond, home: Path, **values: Value) -> RunInputs:

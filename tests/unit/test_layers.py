@@ -20,8 +20,8 @@ LAYERS = (
     ("rollout", "weight_sync", "checkpoint"),
     ("backends",),
     ("orchestration",),
-    ("evaluation", "saver"),
-    ("trainer",),
+    ("evaluation", "rollout_source", "saver"),
+    ("trainer", "rollout_only"),
     ("launch",),
 )
 RANK_OF = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -42,6 +42,8 @@ DRIVER_SIDE = (
     "checkpoint",
     "evaluation",
     "saver",
+    "rollout_source",
+    "rollout_only",
     "trainer",
     "launch",
     "registry",

@@ -13,7 +13,8 @@ from slime_ppo.config.fields import Value
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.data.source import JsonlDataSource
+from slime_ppo.data.row_format import RowFormat
+from slime_ppo.data.source import PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.ppo_utils.kl_controller import AdaptiveKL
@@ -228,11 +229,9 @@ def test_find_start_with_another_prompt_file_is_refused(tmp_path: Path, shapes: 
     tokenizer = load_tokenizer(str(make_tiny_llama(tmp_path / "tiny")))
     path = tmp_path / "prompts.jsonl"
 
-    def source(words: str) -> JsonlDataSource:
+    def source(words: str) -> PromptSource:
         path.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
-        return JsonlDataSource(
-            path, tokenizer, input_key="prompt", label_key=None, max_prompt_len=8, overlong_prompt="error", shuffle=True, seed=0
-        )
+        return PromptSource(str(path), tokenizer, row_format=RowFormat("prompt"), policy=RowPolicy(8), shuffle=True, seed=0)
 
     prompts = source("abcd")
     prompts.next_prompts(3)

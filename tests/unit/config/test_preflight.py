@@ -96,6 +96,21 @@ def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_pa
     check_files(make(**(several | {"eval__eval_prompt_data": f"one={there},two={there}"})))
 
 
+def test_check_files_with_a_slice_looks_for_its_file(make: Make, tmp_path: Path) -> None:
+    check_files(make(data__prompt_data=f"{tmp_path}/prompts.jsonl@[:1]"))
+    assert _refusal(make(data__prompt_data="nowhere.jsonl@[:1]")).startswith("--prompt-data nowhere.jsonl@[:1]: no such file")
+    values: dict[str, Value] = {"data__prompt_data": f"{tmp_path}/run/hf/p.jsonl@[:1]", "run__save": str(tmp_path / "run")}
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "p.jsonl").touch()
+    assert "p.jsonl (--prompt-data), which the run would overwrite" in _refusal(make(**values))
+
+
+def test_check_files_with_a_missing_chat_template_names_it(make: Make, tmp_path: Path) -> None:
+    values: dict[str, Value] = {"data__apply_chat_template": True, "data__chat_template": "nowhere.jinja"}
+    assert _refusal(make(**values)).startswith("--chat-template nowhere.jinja: no such file, expected a Jinja template")
+    check_files(make(**(values | {"data__apply_chat_template": False})))
+
+
 @pytest.mark.parametrize(
     ("folder", "taken"),
     [
@@ -241,6 +256,25 @@ def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, 
     (tmp_path / "link").symlink_to(tmp_path / "run")
     values: dict[str, Value] = {"run__save": str(tmp_path / "link"), "critic__save": str(tmp_path / "run")}
     assert _refusal(make(**values)).startswith(f"--critic-save {tmp_path}/run is {tmp_path}/run (--save), which")
+
+
+def test_preflight_of_half_a_run_asks_for_what_that_half_reads(make: Make, tmp_path: Path) -> None:
+    evaluating: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": "nowhere.jsonl"}
+    preflight(make(**evaluating, debug__debug_train_only=True, debug__load_debug_rollout_data="dumps"))
+    critic: dict[str, Value] = {"critic__load": str(tmp_path / "nowhere"), "parallel__tensor_model_parallel_size": 3}
+    assert preflight(make(**critic, debug__debug_rollout_only=True)).critic is None
+    assert "nowhere.jsonl: no such file" in _refusal(make(**evaluating, debug__debug_rollout_only=True))
+
+
+def test_preflight_with_a_rollout_of_another_run_where_this_one_keeps_them_refuses(make: Make, tmp_path: Path) -> None:
+    where: dict[str, Value] = {"debug__save_debug_rollout_data": str(tmp_path / "dumps")}
+    preflight(make(**where))
+    assert not (tmp_path / "dumps").exists()
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "dumps" / "rollout_0000000.npz").touch()
+    assert "already holds rollout_0000000.npz of another run" in _refusal(make(**where))
+    (tmp_path / "file").touch()
+    assert "--save-debug-rollout-data" in _refusal(make(debug__save_debug_rollout_data=str(tmp_path / "file" / "dumps")))
 
 
 def test_preflight_without_a_critic_asks_nothing_of_its_folders(make: Make, tmp_path: Path) -> None:
