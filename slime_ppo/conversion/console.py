@@ -38,7 +38,7 @@ def progress_bar(total: int, text: str, unit: str = "B") -> Iterator[Callable[[i
     """A function that is told how many units, bytes by default, are done; a bar shows them on a terminal."""
     with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", leave=False, disable=not sys.stderr.isatty()) as bar:
 
-        def advance(num_bytes: int) -> None:
-            bar.update(num_bytes)
+        def advance(done: int) -> None:
+            bar.update(done)
 
         yield advance
