@@ -26,10 +26,10 @@ LAYERS = (
         "conversion.torch_dist_folder",
     ),  # fmt: skip
     ("data", "rewards", "conversion", "tracking"),
-    ("rollout", "weight_sync"),
+    ("rollout", "weight_sync", "checkpoint"),
     ("backends",),
     ("orchestration",),
-    ("evaluation", "rollout_source"),
+    ("evaluation", "rollout_source", "saver"),
     ("trainer", "rollout_only"),
     ("launch",),
 )
@@ -48,7 +48,9 @@ DRIVER_SIDE = (
     "orchestration",
     "tracking",
     "weight_sync",
+    "checkpoint",
     "evaluation",
+    "saver",
     "rollout_source",
     "rollout_only",
     "trainer",
