@@ -1,6 +1,5 @@
 """What the tests of checkpoints run on each rank of the pool."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -156,14 +155,3 @@ def load_by_megatron(case: Case, folder: str) -> Resumed:
     role.optimizer.load_state_dict(state["optimizer"])
     _train(role, case, 1)
     return Resumed(None, _whole(role, _data))
-
-
-def save_by_megatron(case: Case, folder: str) -> Tensors:
-    """The actor's whole weights, and `folder` as Megatron's own code saves it."""
-    role = _start_actor(case)
-    _train(role, case, 0)
-    if dist.get_rank() == 0:
-        os.makedirs(folder)
-    dist.barrier()
-    dist_checkpointing.save(_megatron_state(role, is_loading=False), folder)
-    return _whole(role, _data)
