@@ -37,6 +37,7 @@ from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
 from slime_ppo.tracking.phrases import common_phrases
 from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
+    before_training,
     is_early_stopped,
     is_skipped,
     pass_metrics,
@@ -134,7 +135,7 @@ class PpoTrainer:
 
         if rollout_id == self.config.run.num_rollout - 1 and parts.evaluation is not None:
             parts.rollouts.use_weights(self.progress.version)
-            metrics |= self.evaluate(rollout_id)
+            metrics = before_training(metrics) | self.evaluate(rollout_id)
         metrics |= batch_metrics(batch) | sample_metrics(samples) | self._pass_metrics(batch)
         metrics |= stage_metrics(log_prob_stats, advantage_stats)
         metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.progress.kl.beta}
@@ -242,9 +243,10 @@ class PpoTrainer:
         ]
 
     def _evaluation_due(self, rollout_id: int) -> bool:
-        """Before a rollout whose number is a multiple of the interval; the last rollout is evaluated after its updates."""
-        last = rollout_id == self.config.run.num_rollout - 1
-        return self.parts.evaluation is not None and not last and rollout_id % self.config.eval.eval_interval == 0
+        """Before a rollout whose number is a multiple of the interval. The last one is evaluated after its updates instead, the
+        only one before and after."""
+        after_only = 0 < rollout_id == self.config.run.num_rollout - 1
+        return self.parts.evaluation is not None and not after_only and rollout_id % self.config.eval.eval_interval == 0
 
     def _pass_metrics(self, batch: RolloutBatch) -> dict[str, float]:
         copies, threshold = self.config.rollout.n_samples_per_prompt, self.config.reward.pass_threshold

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_ppo.conversion.console import byte_progress
+from slime_ppo.conversion.console import progress_bar
 from slime_ppo.errors import SlimePpoError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace) -> int:
         print("dry run: nothing compared")
         return 1 if only else 0
     found = []
-    with byte_progress(len(first.names), "comparing") as progress:
+    with progress_bar(len(first.names), "comparing", unit=" tensors") as progress:
         for one in differences(first, second):
             found.append(one)
             progress(1)
@@ -153,7 +153,7 @@ def _logits(model: "OpenedModel", ids: list[int]) -> "torch.Tensor":
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         plan = plan_hf(model.folder, companion=model.config_folder, dtype=None, max_file_bytes=5 * 10**9)
-        with byte_progress(plan.num_bytes, "exporting") as progress:
+        with progress_bar(plan.num_bytes, "exporting") as progress:
             write_hf_folder(plan, folder, progress)
         return _hf_logits(folder, ids, critic=model.table.head == "value")
 

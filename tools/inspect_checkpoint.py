@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from slime_ppo.checkpoint.files import size_problems
 from slime_ppo.checkpoint.run_state import Checkpoint, RunState, SavedState
-from slime_ppo.conversion.console import byte_progress, size_words
+from slime_ppo.conversion.console import progress_bar, size_words
 from slime_ppo.errors import CheckpointError, SlimePpoError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _show_folder(args: argparse.Namespace) -> int:
         print(f"and {contents.num_extra_states} extra states of Megatron's modules, which are not shown")
     if not args.dry_run:
         if args.hash:
-            with byte_progress(sum(one.num_bytes for one in (*contents.weights, *contents.states)), "hashing") as progress:
+            with progress_bar(sum(one.num_bytes for one in (*contents.weights, *contents.states)), "hashing") as progress:
                 contents = contents.with_digests(progress)
         for entries in filter(None, (contents.weights, contents.states)):
             print()

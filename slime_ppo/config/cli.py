@@ -207,7 +207,7 @@ def _server_args(extras: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in extras:
         if word.startswith(_SERVER_PREFIX) and not difflib.get_close_matches(word.split("=", 1)[0], own, n=1, cutoff=0.9):
             found.append("--" + word.removeprefix(_SERVER_PREFIX))
-        elif found and not remaining and not word.startswith("--") and found[-1].startswith("--"):
+        elif found and not remaining and not word.startswith("--"):
             found.append(word)
         else:
             remaining.append(word)

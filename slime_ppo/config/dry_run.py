@@ -49,7 +49,7 @@ def _engine_part(config: Config, bundle: int) -> str:
     for number, bundles in enumerate(config.engine_bundles):
         if bundle in bundles:
             return f"SGLang server {number}" + (f" rank {bundle - bundles.start}" if len(bundles) > 1 else "")
-    return "rollout engine" if config.rollout.engine == "embedded" else "client of the SGLang servers"
+    return "rollout engine"
 
 
 def placement_text(config: Config, launcher: LauncherName) -> str:

@@ -69,6 +69,11 @@ def _check_servers(checked: Checked) -> None:
                 raise ConfigError(f"{checked.cite(key)}: {url!r} is no address of a server, expected http://host:port")
     if len(server_urls(sglang.router_url)) > 1:
         raise ConfigError(f"{checked.cite('sglang.router_url')} names more than one router, expected one http://host:port")
+    if sglang.router_url is not None and sglang.server_urls is None and sglang.port is None:
+        raise ConfigError(
+            f"{checked.cite('sglang.router_url')} sends to addresses that it was given, and our own servers take free ports, "
+            "others after every restart. Give --sglang-port, or name servers that run already (--sglang-server-urls)"
+        )
     if len(set(server_urls(sglang.server_urls))) < len(server_urls(sglang.server_urls)):
         raise ConfigError(f"{checked.cite('sglang.server_urls')} names a server twice")
     samples = checked.config.samples_per_rollout

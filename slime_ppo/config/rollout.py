@@ -69,7 +69,9 @@ class RolloutConfig:
     weight_sync_timeout_s: float = option(
         300.0, help="a server that takes longer for one bucket of weights counts as hung", unit="seconds", above=0
     )
-    weight_sync_folder: str | None = option(None, help="where --weight-sync disk writes", default_text="<save>/weight_sync")
+    weight_sync_folder: str | None = option(
+        None, help="where --weight-sync disk writes, in a folder of the run's own", default_text="<save>/weight_sync"
+    )
     check_weight_update_equal: Literal["first", "always", "never"] = option(
         "first", help="which pushes are checked: the engine's checksums against the trainer's weights"
     )

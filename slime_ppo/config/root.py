@@ -122,13 +122,15 @@ class Config:
 
     @property
     def num_rollout_devices(self) -> int:
-        """Devices of the rollout engines, default resolved: one for the embedded engine, or for the client of servers that others
-        have started, none where nothing is generated."""
+        """Devices of the rollout engines, default resolved: one for the embedded engine, none for servers that others have
+        started, or where nothing is generated."""
         rollout = self.rollout
         if not self.generates:
             return 0
-        if rollout.engine == "embedded" or self.sglang.server_urls is not None:
+        if rollout.engine == "embedded":
             return 1
+        if self.sglang.server_urls is not None:
+            return 0
         if rollout.rollout_num_gpus is not None:
             return rollout.rollout_num_gpus
         per_engine = rollout.rollout_num_gpus_per_engine

@@ -7,7 +7,8 @@ from typing import Literal
 from slime_ppo.config.fields import option
 from slime_ppo.errors import ConfigError
 
-ServerArgument = tuple[str, str | None]
+ServerArgument = tuple[str, tuple[str, ...]]
+"""Name and values; a switch has none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class SglangConfig:
     router_url: str | None = option(
         None,
         flag="--sglang-router-url",
-        help="send prompts through this router, not to the server with the fewest outstanding ones; refused when it loses fields",
+        help="send prompts through this router, not to the server with the fewest outstanding ones; refused when it loses fields. "
+        "Needs servers whose addresses stay: --sglang-server-urls, or --sglang-port",
         default_text="no router",
     )
     max_concurrency: int | None = option(
@@ -85,8 +87,8 @@ class SglangConfig:
     server_args: str | None = option(
         None,
         flag="--sglang-server-args",
-        help="further arguments for the servers, as `sglang serve` takes them: `--name value --switch`; a flag `--sglang-name "
-        "value` adds one",
+        help="further arguments for the servers, as `sglang serve` takes them: `--name value --switch --list 1 2`; a flag "
+        "`--sglang-name value` adds one",
         default_text="none",
     )
 
@@ -97,7 +99,7 @@ class SglangConfig:
 
 
 def parse_server_args(text: str) -> tuple[ServerArgument, ...]:
-    """(name, value) of each argument in `--name value --switch`; names with underscores, the value of a switch is None.
+    """(name, values) of each argument in `--name value --switch --list 1 2`; names with underscores.
 
     Raises ConfigError for a value without a name, or quotes that do not close.
     """
@@ -105,13 +107,13 @@ def parse_server_args(text: str) -> tuple[ServerArgument, ...]:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"--sglang-server-args {text!r}: {error}") from error
-    found: list[ServerArgument] = []
+    found: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            found.append((name.replace("-", "_"), value if "=" in word else None))
-        elif found and found[-1][1] is None:
-            found[-1] = (found[-1][0], word)
+            name, *value = word[2:].split("=", 1)
+            found.append((name.replace("-", "_"), value))
+        elif found:
+            found[-1][1].append(word)
         else:
             raise ConfigError(f"--sglang-server-args {text!r}: {word!r} belongs to no argument, expected `--name value --switch`")
-    return tuple(found)
+    return tuple((name, tuple(values)) for name, values in found)

@@ -1,10 +1,13 @@
 """Config -> what SGLang's servers and their client are started with. No torch."""
 
 import os
+import socket
+from hashlib import blake2b
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime_ppo.config.api_key import read_api_key
-from slime_ppo.config.engine_checks import check_weight_sync_on_gpus, server_urls
+from slime_ppo.config.engine_checks import server_urls
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError
@@ -71,6 +74,28 @@ def external_servers(config: Config) -> list[ExternalServer]:
     ]
 
 
+def meeting_host(config: Config) -> str:
+    """The address of this machine under which the servers reach it: loopback for our own, and for others here; otherwise that of
+    the way to the first that is elsewhere. Raises ConfigError for a server's name that nobody knows."""
+    asks_servers = config.generates and config.rollout.engine == "sglang"
+    urls = server_urls(config.sglang.server_urls) if asks_servers else ()
+    ours = (_address_towards(url) for url in urls)
+    return next((address for address in ours if not address.startswith("127.")), "127.0.0.1")
+
+
+def _address_towards(url: str) -> str:
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:  # connecting it sends nothing
+        try:
+            way.connect((parts.hostname, parts.port or 80))
+        except OSError as error:
+            raise ConfigError(
+                f"--sglang-server-urls {url}: no way leads there from this machine, expected a server that can meet the trainer "
+                f"over IPv4: {error}"
+            ) from error
+        return str(way.getsockname()[0])
+
+
 def engine_settings(config: Config, *, device: DeviceKind) -> EngineSettings:
     """What the client of the servers has to know."""
     sglang, shape = config.sglang, ModelShape.from_hf_folder(config.model.hf_checkpoint)
@@ -106,17 +131,24 @@ def _weight_sync_path(config: Config, device: DeviceKind) -> str:
 
 def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind) -> WeightSync:
     """The way that weights take in this run, from the actor's group to the engine; without an actor (--debug-rollout-only) from
-    --hf-checkpoint. Raises ConfigError for one that the device does not have."""
+    --hf-checkpoint."""
     rollout, path = config.rollout, _weight_sync_path(config, device)
     if not config.trains:
         return FolderSync(target, config.model.hf_checkpoint, bucket_bytes=rollout.weight_bucket_bytes)
     common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
-    if device == "cuda" and config.rollout.engine == "sglang":
-        check_weight_sync_on_gpus(config)
-        if path == "tensor":
-            return SharedMemorySync(source, target, **common)
+    if device == "cuda" and config.rollout.engine == "sglang" and path == "tensor":
+        return SharedMemorySync(source, target, **common)
     if path == "distributed":
         return DistributedSync(source, target, **common)
     if path == "disk":
-        return DiskSync(source, target, folder=config.weight_sync_folder, **common)
+        return DiskSync(source, target, folder=_own_sync_folder(config), **common)
     return TensorSync(source, target, **common)
+
+
+def _own_sync_folder(config: Config) -> str:
+    """Where this run writes weights and no other does: below a folder that was given, which others may be given too, one that is
+    named after the run folder."""
+    if config.rollout.weight_sync_folder is None:
+        return config.weight_sync_folder
+    run = os.path.realpath(config.run.save)
+    return os.path.join(config.weight_sync_folder, f"{os.path.basename(run)}-{blake2b(run.encode(), digest_size=4).hexdigest()}")

@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from slime_ppo.config.device_checks import check_device
 from slime_ppo.config.launcher import launcher_text
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError, EchoedError
-from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
+from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, meeting_host, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
 from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
-from slime_ppo.orchestration.rank_role import import_megatron
+from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.worker_settings import role_start, worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
+from slime_ppo.rollout.sglang.server_args import ServerSpec
 from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
@@ -73,6 +75,10 @@ class LocalRanks:
         self._in_step = True
         return results
 
+    def beside(self, role: RoleName) -> RankRole:
+        """Rank 0's part of a role, for a call while a command runs."""
+        return self._own.role(role)
+
     def batch(self, number: int) -> RolloutBatch:
         """A rollout as far as it has come."""
         return self._own.batches[number]
@@ -100,8 +106,8 @@ class LocalTrainGroup:
         numbers: Iterator[int],
         *,
         bucket_bytes: int,
-        sync_host: str = "127.0.0.1",
-        sync_timeout_s: float = 300.0,
+        sync_host: str,
+        sync_timeout_s: float,
     ) -> None:
         """`sync_host` is how the engine's servers reach rank 0; `sync_timeout_s` bounds one step of a weight sync with them."""
         self.role = role
@@ -185,6 +191,9 @@ class LocalTrainGroup:
 
     def broadcast_bucket(self, bucket: Bucket) -> None:
         check_first(self._call("weight broadcast", "broadcast_bucket", self.role, bucket))
+
+    def abandon_engine(self) -> None:
+        self._ranks.beside(self.role).abandon_engine()
 
     def leave_engine(self) -> None:
         self._call("leaving the engine", "leave_engine", self.role)
@@ -271,12 +280,15 @@ class LocalLauncher:
 
     def start(self, where: Callable[[], str]) -> RunningRoles:
         """Build both roles on all ranks, one after the other, and the engine on rank 0."""
-        log_dir = os.path.abspath(os.path.join(self._config.run.save, "logs"))
+        config = self._config
+        log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         device = self._prepare_process(log_dir)
-        groups = self._start_roles(device, log_dir) if self._config.trains else {}
+        check_device(config, device)
+        specs = self._server_specs(device, log_dir)
+        groups = self._start_roles(device, log_dir) if config.trains else {}
         return RunningRoles(
             groups=groups,
-            engine=self._start_engine(groups, device, log_dir) if self._config.generates else None,
+            engine=self._start_engine(groups, device, specs) if config.generates else None,
             check_alive=self._world.check_alive,
             side_by_side=None,
         )
@@ -289,16 +301,18 @@ class LocalLauncher:
             method, arguments = role_start(config, role)
             ranks.call(f"{role} start-up", method, of_ranks, *arguments)
         numbers = count()
-        bucket_bytes = config.rollout.weight_bucket_bytes
-        sync_timeout_s = config.rollout.weight_sync_timeout_s
-        return {
-            role: LocalTrainGroup(ranks, role, numbers, bucket_bytes=bucket_bytes, sync_timeout_s=sync_timeout_s)
-            for role in config.roles
+        common: dict[str, Any] = {
+            "bucket_bytes": config.rollout.weight_bucket_bytes,
+            "sync_host": meeting_host(config),
+            "sync_timeout_s": config.rollout.weight_sync_timeout_s,
         }
+        return {role: LocalTrainGroup(ranks, role, numbers, **common) for role in config.roles}
 
-    def _start_engine(self, groups: Mapping[RoleName, LocalTrainGroup], device: DeviceKind, log_dir: str) -> RunningEngine:
+    def _start_engine(
+        self, groups: Mapping[RoleName, LocalTrainGroup], device: DeviceKind, specs: list[ServerSpec]
+    ) -> RunningEngine:
         embedded = self._config.rollout.engine == "embedded"
-        engine = self._start_embedded(device) if embedded else self._start_sglang(device, log_dir)
+        engine = self._start_embedded(device) if embedded else self._start_sglang(device, specs)
         return RunningEngine(engine, weight_sync(self._config, groups.get("actor"), engine, device=device))
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
@@ -322,18 +336,22 @@ class LocalLauncher:
         self._world.wait_for_ranks(self._config.cluster.worker_start_timeout_s)
         return start
 
-    def _start_sglang(self, device: DeviceKind, log_dir: str) -> "SGLangEngine":
+    def _server_specs(self, device: DeviceKind, log_dir: str) -> list[ServerSpec]:
+        """The servers of the run with their GPUs. Raises ConfigError when there are too few of these."""
+        if self._config.rollout.engine == "embedded" or not self._config.generates:
+            return []
+        specs = server_specs(self._config, device=device, log_dir=log_dir)
+        if device == "cpu":
+            return specs
+        placed = zip(specs, self._config.engine_bundles, strict=True)
+        return [replace(spec, gpu_ids=server_gpus(self._visible_gpus, bundles)) for spec, bundles in placed]
+
+    def _start_sglang(self, device: DeviceKind, specs: Sequence[ServerSpec]) -> "SGLangEngine":
         """Servers of this process, on its node; they end with it."""
         from slime_ppo.rollout.sglang.engine import SGLangEngine
         from slime_ppo.rollout.sglang.server import LocalServer
 
         config = self._config
-        specs = server_specs(config, device=device, log_dir=log_dir)
-        if device == "cuda":
-            specs = [
-                replace(spec, gpu_ids=server_gpus(self._visible_gpus, bundles))
-                for spec, bundles in zip(specs, config.engine_bundles, strict=True)
-            ]
         servers = [LocalServer(spec) for spec in specs] or external_servers(config)
         engine = self._servers = SGLangEngine(servers, engine_settings(config, device=device))
         if config.offloads:

@@ -114,6 +114,9 @@ class LocalRank:
         result: object = getattr(self, command.method)(*command.arguments)
         return result
 
+    def role(self, name: RoleName) -> RankRole:
+        return self._roles[name]
+
     def start_actor(
         self, ranks: Sequence[WorkerSettings], ppo: PpoConfig, correction: CorrectionConfig, temperature: float
     ) -> None:

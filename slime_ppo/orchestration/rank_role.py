@@ -173,6 +173,11 @@ class RankRole:
         group = self._engine_group
         return _problem(lambda: group.broadcast(_flat(bucket, tensors))) if group is not None else None
 
+    def abandon_engine(self) -> None:
+        """Called beside join_engine or broadcast_bucket, whose wait it ends on rank 0."""
+        if self._engine_group is not None:
+            self._engine_group.abandon()
+
     def leave_engine(self) -> None:
         """Leave the group of rank 0 and the servers, if there is one."""
         if self._engine_group is not None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
+from slime_ppo.config.device_checks import check_device
 from slime_ppo.config.root import Config
-from slime_ppo.config.transformer_impl import chosen_transformer_impl
 from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
 from slime_ppo.orchestration.placement import NO_SHARE, ClusterSettings, RayCluster
 from slime_ppo.orchestration.protocols import RunningEngine, RunningRoles
@@ -42,7 +42,7 @@ class RayLauncher:
     def start(self, where: Callable[[], str]) -> RunningRoles:
         """Start all processes side by side and wait until every one is up."""
         config, cluster = self._config, self._cluster
-        chosen_transformer_impl(config.model, cluster.device)  # refused, if it is, before any process is started
+        check_device(config, cluster.device)
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         timeout_s, bucket_bytes = config.cluster.call_timeout_s, config.rollout.weight_bucket_bytes
         bundles, watched = config.bundles, list[Call]()
@@ -125,8 +125,7 @@ def _begin_embedded(config: Config, cluster: RayCluster, *, log_dir: str, watche
 
 def _begin_sglang(config: Config, cluster: RayCluster, *, log_dir: str, watched: list[Call]) -> _Starting:
     """The servers' hosts, unless the servers are somebody else's, and their client in a process that needs no device."""
-    tenant = NO_SHARE if config.engine_bundles else "rollout"
-    engine = _engine(config, cluster, tenant=tenant, log_dir=log_dir, watched=watched)
+    engine = _engine(config, cluster, tenant=NO_SHARE, log_dir=log_dir, watched=watched)
     timeout_s = max(config.cluster.worker_start_timeout_s, config.sglang.start_timeout_s)
     limits = {"timeout_s": timeout_s, "limit": "--worker-start-timeout-s, --sglang-start-timeout-s", "watched": watched}
     specs = server_specs(config, device=cluster.device, log_dir=log_dir)
@@ -141,7 +140,7 @@ def _begin_sglang(config: Config, cluster: RayCluster, *, log_dir: str, watched:
 
 
 def _engine(config: Config, cluster: RayCluster, *, tenant: str, log_dir: str, watched: list[Call]) -> RayRolloutEngine:
-    bundle = config.bundles["rollout"][0]
+    bundle = next(iter(config.bundles["rollout"]), 0)
     timeout_s = config.cluster.call_timeout_s
     return RayRolloutEngine(cluster, tenant=tenant, bundle=bundle, log_dir=log_dir, timeout_s=timeout_s, watched=watched)
 

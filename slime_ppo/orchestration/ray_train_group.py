@@ -35,7 +35,7 @@ class RayTrainGroup:
         timeout_s: float,
         bucket_bytes: int,
         watched: list[Call],
-        sync_timeout_s: float = 300.0,
+        sync_timeout_s: float,
     ) -> None:
         """`sync_timeout_s` bounds one step of a weight sync with the engine's servers."""
         self.role = role
@@ -145,6 +145,9 @@ class RayTrainGroup:
 
     def broadcast_bucket(self, bucket: Bucket) -> None:
         check_first(self._gather([rank.broadcast_bucket.remote(bucket) for rank in self.ranks], "weight broadcast"))
+
+    def abandon_engine(self) -> None:
+        self._gather([self.ranks[0].abandon_engine.remote()], "weight sync")
 
     def leave_engine(self) -> None:
         self._gather([rank.leave_engine.remote() for rank in self.ranks], "leaving the engine")

@@ -130,6 +130,10 @@ class RankProcess(Process):
     def broadcast_bucket(self, bucket: Bucket) -> str | None:
         return self._rank.broadcast_bucket(bucket)
 
+    @ray.method(concurrency_group="health")
+    def abandon_engine(self) -> None:
+        self._rank.abandon_engine()
+
     @logged
     def leave_engine(self) -> None:
         self._rank.leave_engine()

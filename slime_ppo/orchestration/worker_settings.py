@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from slime_ppo.config.critic_start import CriticStart
-from slime_ppo.config.execution_checks import check_execution_on
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.config.transformer_impl import chosen_transformer_impl
@@ -20,8 +19,7 @@ from slime_ppo.parallel.worker_settings import (
 
 
 def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
-    """One entry per rank of the role. Raises ConfigError for an option that the device does not have."""
-    check_execution_on(config, device)
+    """One entry per rank of the role."""
     one = config.role(role)
     start = CriticStart.of(one.hf_folder) if role == "critic" else CriticStart(Path(one.hf_folder), None)
     keeps_reference = role == "actor" and config.ppo.needs_reference

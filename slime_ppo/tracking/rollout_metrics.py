@@ -100,6 +100,11 @@ def eval_metrics(name: str, samples: Sequence[Sample], *, n_samples_per_prompt: 
     }
 
 
+def before_training(metrics: Mapping[str, float]) -> dict[str, float]:
+    """An evaluation that is followed by another one in the same rollout: `eval/...` as `eval_before/...`."""
+    return {name.replace("eval/", "eval_before/", 1) if name.startswith("eval/") else name: metrics[name] for name in metrics}
+
+
 def stage_metrics(log_probs: Stats, advantages: Stats) -> dict[str, float]:
     """What the passes before the updates measured.
 

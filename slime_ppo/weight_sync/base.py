@@ -79,6 +79,10 @@ class BroadcastSource(WeightSource, Protocol):
         """Gather the bucket over the ranks and broadcast it. Called while the engine receives."""
         ...
 
+    def abandon_engine(self) -> None:
+        """End the wait of a `join_engine` or `broadcast_bucket` that runs in another thread: the engine has failed."""
+        ...
+
     def leave_engine(self) -> None:
         """Leave the group, if there is one."""
         ...

@@ -1,12 +1,15 @@
 """Weight sync by files: the trainer writes a Hugging Face folder that every server reads. Needs a file system that both see."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.weight_sync.base import CheckMode, FolderSource, FolderTarget, PushCheck, finish_push
 from slime_ppo.weight_sync.bucket import plan_buckets
+
+_OWN_NAME = re.compile(r"version_\d+(\.partial|\.old)?")
 
 
 class FolderSync:
@@ -29,7 +32,8 @@ class FolderSync:
 
 class DiskSync:
     """`WeightSync` by one folder per version, `<folder>/version_<n>`, which appears when it is whole; the one before it is removed
-    when the engine serves the new one. So there must be room for two copies of the model."""
+    when the engine serves the new one. So there must be room for two copies of the model. `folder` is this run's alone: what an
+    earlier start of it, killed, has left there goes first."""
 
     def __init__(
         self, source: FolderSource, target: FolderTarget, *, folder: str, bucket_bytes: int, check: CheckMode = "first"
@@ -44,6 +48,9 @@ class DiskSync:
     def connect(self) -> None:
         self._manifest = self._source.manifest()
         self._buckets = plan_buckets(self._manifest, self._bucket_bytes)
+        for left in self._folder.glob("version_*"):
+            if _OWN_NAME.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)
 
     def push(self, version: int) -> int:
         target, folder = self._target, self._folder / f"version_{version}"

@@ -16,8 +16,8 @@ class DistributedSync:
     """`WeightSync` bucket by bucket over a process group: gloo between CPUs, NCCL between GPUs.
 
     The group is met anew, at a new port and under a new name, before the first push, after a push that failed, and when a server
-    was started anew; the push after that is checked as a first one. A server that dies or hangs during a push ends it with a
-    WeightSyncError after the group's timeout at the latest; the trainer's ranks go on.
+    was started anew; the push after that is checked as a first one. A server that refuses or dies during a push ends it with a
+    WeightSyncError at once, one that hangs after the group's timeout at the latest; the trainer's ranks go on.
     """
 
     def __init__(self, source: BroadcastSource, target: BroadcastTarget, *, bucket_bytes: int, check: CheckMode = "first") -> None:
@@ -55,30 +55,38 @@ class DistributedSync:
         self._check.renew()
         target.leave_group()
         meeting: Meeting = source.meet_engine(target.num_ranks())
-        _together(partial(source.join_engine, meeting), partial(target.join_group, meeting))
+        self._together(partial(source.join_engine, meeting), partial(target.join_group, meeting))
         self._joined = incarnation
 
     def _push(self, version: int) -> int:
         source, target = self._source, self._target
         for bucket in self._buckets:
-            _together(partial(source.broadcast_bucket, bucket), partial(target.receive_bucket, bucket.index))
+            self._together(partial(source.broadcast_bucket, bucket), partial(target.receive_bucket, bucket.index))
             if self._check.is_due:
                 target.check_bucket(bucket, source.export_bucket(bucket))
         reported = finish_push(target, version)
         self._check.passed()
         return reported
 
+    def _together(self, at_source: Callable[[], None], at_target: Callable[[], None]) -> None:
+        """Both ends of one transfer at the same time; the source is not left waiting for a target that has failed. Raises what
+        went wrong: an engine's word tells more than a broken group."""
 
-def _together(at_source: Callable[[], None], at_target: Callable[[], None]) -> None:
-    """Both ends of one transfer at the same time. Raises what went wrong: an engine's word tells more than a broken group."""
-    with ThreadPoolExecutor(1, "engine-end") as pool:
-        receiving = pool.submit(at_target)
-        try:
-            at_source()
-        except WeightSyncError as error:
-            failure = receiving.exception()
-            if failure is None:
+        def receive() -> None:
+            try:
+                at_target()
+            except BaseException:
+                self._source.abandon_engine()
                 raise
-            _log.info("the trainer's end: %s", error)
-            raise failure from error
-        receiving.result()
+
+        with ThreadPoolExecutor(1, "engine-end") as pool:
+            receiving = pool.submit(receive)
+            try:
+                at_source()
+            except WeightSyncError as error:
+                failure = receiving.exception()
+                if failure is None:
+                    raise
+                _log.info("the trainer's end: %s", error)
+                raise failure from error
+            receiving.result()

@@ -6,11 +6,12 @@ of sglang (8 CPU seconds and 0.6 GB in every trainer). Torch is imported where t
 
 import datetime
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.weight_sync.base import Meeting
@@ -36,7 +37,9 @@ class EngineGroup:
         self._host = host
         self._device = device
         self._timeout_s = timeout_s
+        self._server: dist.TCPStore | None = None  # type: ignore[name-defined]
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]
+        self._abandoned = threading.Event()
         self._group: dist.ProcessGroup | None = None
 
     def meet(self, num_engine_ranks: int) -> Meeting:
@@ -44,10 +47,13 @@ class EngineGroup:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self.leave()
-        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout())
+        self._abandoned.clear()
+        common: dict[str, Any] = {"wait_for_workers": False, "timeout": self._timeout()}
+        self._server = TCPStore(self._host, 0, is_master=True, **common)
+        self._store = TCPStore(self._host, self._server.port, is_master=False, **common)
         return Meeting(
             address=self._host,
-            port=self._store.port,
+            port=self._server.port,
             world_size=1 + num_engine_ranks,
             group_name=f"slime_ppo-{uuid.uuid4().hex}",
             backend=_BACKENDS[self._device],
@@ -94,15 +100,23 @@ class EngineGroup:
         """Leave the group, if there is one; servers that wait in it are told by the end of the connection."""
         import torch.distributed as dist
 
-        group, self._group, self._store = self._group, None, None
+        group, self._group, self._store, self._server = self._group, None, None, None
         if group is not None:
             if self._device == "cuda":
                 group.abort()
             dist.destroy_process_group(group)
 
+    def abandon(self) -> None:
+        """Called beside a `join` or `broadcast` that waits for servers which will not come: the first ends at once, the second
+        over NCCL; over gloo it ends when a server leaves the group."""
+        self._abandoned.set()
+        self._server = None  # whoever waits for its store hears that it is gone
+
     def _wait_for(self, work: "dist.Work") -> None:
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
+            if self._abandoned.is_set():
+                raise RuntimeError("the servers refuse to take part")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not all servers took part within {self._timeout_s:g} s")
             time.sleep(_POLL_S)

@@ -3,7 +3,7 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,17 +20,31 @@ class HttpFleet:
     def addresses(self) -> Sequence[ServerAddress]:
         return self.current
 
-    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
-        contents = [json.dumps(body).encode() for body in bodies]
-        return self._all(path, contents, timeout_s)
+    def post(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, object]],
+        *,
+        timeout_s: float,
+        on_refusal: tuple[str, Mapping[str, object]] | None = None,
+    ) -> list[Any]:
+        def ask(url: str, content: bytes) -> Any:
+            try:
+                return _ask(url + path, content, timeout_s)
+            except RolloutError:
+                if on_refusal is not None:
+                    _ask(url + on_refusal[0], json.dumps(on_refusal[1]).encode(), timeout_s)
+                raise
+
+        return self._all(ask, [json.dumps(body).encode() for body in bodies])
 
     def get(self, path: str, *, timeout_s: float) -> list[Any]:
-        return self._all(path, [None] * len(self.current), timeout_s)
+        return self._all(lambda url, _: _ask(url + path, None, timeout_s), [b""] * len(self.current))
 
-    def _all(self, path: str, contents: Sequence[bytes | None], timeout_s: float) -> list[Any]:
-        urls = [address.url + path for address in self.current]
+    def _all(self, ask: Callable[[str, bytes], Any], contents: Sequence[bytes]) -> list[Any]:
+        urls = [address.url for address in self.current]
         with ThreadPoolExecutor(len(urls)) as pool:
-            return list(pool.map(lambda url, content: _ask(url, content, timeout_s), urls, contents))
+            return list(pool.map(ask, urls, contents))
 
 
 def _ask(url: str, content: bytes | None, timeout_s: float) -> Any:

@@ -171,7 +171,7 @@ class SideBySideScenarios:
         self.ranks = [cluster.spawn(Rank, tenant=tenant, bundle=1, arguments=()) for tenant in ("critic", "actor", "rollout")]
         ray.get([rank.answer.remote(0) for rank in self.ranks])
         watched: list[Call] = []
-        common: Any = {"log_dir": "", "timeout_s": LONG_S, "bucket_bytes": 1, "watched": watched}
+        common: Any = {"log_dir": "", "timeout_s": LONG_S, "bucket_bytes": 1, "sync_timeout_s": LONG_S, "watched": watched}
         places = {"critic": range(1), "actor": range(1, 3)}
         groups = {role: RayTrainGroup(Started(self.ranks), role, bundles=places[role], **common) for role in ("critic", "actor")}
         self.both = RaySideBySide(groups, timeout_s=LONG_S, watched=watched)

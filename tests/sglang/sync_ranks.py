@@ -143,7 +143,8 @@ def run(setup: Setup, scenario: str, **arguments: Any) -> Any:
     ranks = LocalRanks(world, start)
     ranks._own = TestedRank(ranks._channel)
     ranks.call("start", "start_actor", settings, setup.case.ppo, setup.case.correction, setup.case.temperature)
-    actor = LocalTrainGroup(ranks, "actor", count(), bucket_bytes=BUCKET_BYTES, sync_timeout_s=setup.timeout_s)
+    sync: Any = {"bucket_bytes": BUCKET_BYTES, "sync_host": "127.0.0.1", "sync_timeout_s": setup.timeout_s}
+    actor = LocalTrainGroup(ranks, "actor", count(), **sync)
     target = Target(setup.addresses, setup.case.actor_folder, timeout_s=setup.timeout_s)
     try:
         return SCENARIOS[scenario](Driver(setup, ranks, actor, target), **arguments)

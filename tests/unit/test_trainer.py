@@ -454,7 +454,7 @@ def test_fixed_kl_keeps_beta() -> None:
     [
         (4, ["eval", "train", "train", "eval", "train", "train", "eval"]),
         (5, ["eval", "train", "train", "eval", "train", "train", "train", "eval"]),
-        (1, ["train", "eval"]),
+        (1, ["eval", "train", "eval"]),
     ],
 )
 def test_evaluation_before_every_second_rollout_and_after_the_last(num_rollout: int, expected: list[str]) -> None:
@@ -463,6 +463,14 @@ def test_evaluation_before_every_second_rollout_and_after_the_last(num_rollout: 
     assert [names[line] for line in parts.journal if line in names] == expected
     evaluated = ["eval/heldout" in record.metrics for record in parts.tracker.records]
     assert evaluated == [index == num_rollout - 1 or index % 2 == 0 for index in range(num_rollout)]
+
+
+def test_evaluation_of_the_only_rollout_is_reported_before_and_after_its_updates() -> None:
+    metrics = run(Parts(small(run__num_rollout=1, eval__eval_interval=1), eval_sets={"heldout": 3})).tracker.records[0].metrics
+    assert metrics["eval_before/heldout"] == metrics["eval/heldout"] == 1.0
+    assert "rollout/num_dropped" in metrics
+    two = run(Parts(small(run__num_rollout=2, eval__eval_interval=1), eval_sets={"heldout": 3})).tracker.records
+    assert not [name for record in two for name in record.metrics if name.startswith("eval_before/")]
 
 
 def test_evaluation_after_the_last_rollout_uses_the_new_weights() -> None:
@@ -487,7 +495,8 @@ def test_evaluation_is_greedy_and_training_samples_as_configured() -> None:
         rollout__rollout_temperature=0.7, rollout__rollout_max_response_len=5, rollout__rollout_top_k=-1,
         rollout__rollout_min_p=0.125,
     )  # fmt: skip
-    training, heldout = run(Parts(config, eval_sets={"heldout": 3})).engine.requests
+    heldout, training, again = run(Parts(config, eval_sets={"heldout": 3})).engine.requests
+    assert [request.sample_id for request in again] == [request.sample_id for request in heldout]
     assert len(training) == 8 and len(heldout) == 3
     assert {(r.sampling.temperature, r.sampling.max_new_tokens, r.sampling.top_k) for r in training} == {(0.7, 5, 0)}
     assert {(r.sampling.top_p, r.sampling.min_p) for r in training} == {(1.0, 0.125)}

@@ -64,9 +64,7 @@ def save_checkpoint(role: "MegatronRole", folder: str, *, in_background: bool) -
     # the first rank alone: another one might find what a faster rank has written already
     _agree(lambda: _make_folder(target) if _is_first(role) else None, f"making {target}")
     steps = max(gather_objects(steps_done(role.optimizer), dist.group.WORLD))
-    writer = RankWriter(target, _own_pieces(role), _own_objects(role), rank=role.settings.rank.rank)
-    if in_background:
-        writer.detach()
+    writer = _agree(lambda: _writer(role, target, detached=in_background), f"collecting the state for {target}")
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     role.unfinished_save = UnfinishedSave(target, thread.submit(writer.write), _common_state(role, steps))
     thread.shutdown(wait=False)
@@ -169,6 +167,13 @@ def _make_folder(folder: Path) -> None:
             f"{folder} holds {', '.join(present[:5])} already, expected a new or empty folder for a checkpoint. Remove it, or save "
             "elsewhere"
         )
+
+
+def _writer(role: "MegatronRole", folder: Path, *, detached: bool) -> RankWriter:
+    writer = RankWriter(folder, _own_pieces(role), _own_objects(role), rank=role.settings.rank.rank)
+    if detached:
+        writer.detach()
+    return writer
 
 
 def _own_pieces(role: "MegatronRole") -> list[Piece]:

@@ -30,6 +30,10 @@ _DROPPED_FIELDS = (
 )
 
 
+class UnknownVersionError(RolloutError):
+    """A server generated with weights that were never pushed to it: it was started anew, or another program pushes to it."""
+
+
 def check_servable(requests: Sequence[GenerateRequest], *, vocab_size: int, deterministic: bool) -> None:
     """Refuse samplers that a server would refuse one by one, or die of. Raises RolloutError naming the sample and the flag."""
     for request in requests:
@@ -175,7 +179,7 @@ def _spans(spans: Sequence[Mapping[str, Any]], versions: Collection[int], where:
     known = {str(version) for version in tuple(versions)}  # a push may add one meanwhile
     unknown = [span["version"] for span in spans if span["version"] not in known]
     if unknown:
-        raise RolloutError(
+        raise UnknownVersionError(
             f"{where} generated with weights of version {unknown[0]!r}, which were never pushed to it; pushed were "
             f"{sorted(versions)}: it was started anew, or another program pushes to it"
         )

@@ -1,5 +1,6 @@
 """The rollout engine on stock SGLang servers: a client of all of them, with no SGLang and no GPU of its own."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import numpy as np
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart, check_requests
-from slime_ppo.rollout.sglang.answers import check_servable
+from slime_ppo.rollout.sglang.answers import UnknownVersionError, check_servable
 from slime_ppo.rollout.sglang.dispatch import Dispatch, DispatchSettings
 from slime_ppo.rollout.sglang.fleet import Member, ServerFleet
 from slime_ppo.rollout.sglang.router import probe_router, router_member
@@ -22,7 +23,10 @@ from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.weight_sync.base import Meeting
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
 
+_log = logging.getLogger(__name__)
+
 _IDLE_POLL_S = 0.02
+_CONTROL_TIMEOUT_S = 60.0
 _TAGS: Mapping[EnginePart, str] = {EnginePart.KV_CACHE: "kv_cache", EnginePart.WEIGHTS: "weights"}
 """Parts in the order in which they are released; they are resumed in the opposite one."""
 
@@ -41,18 +45,17 @@ class EngineSettings:
     shape: ModelShape
     expected: Mapping[str, tuple[tuple[int, ...], str]]
     device: Literal["cpu", "cuda"]
-    pause_mode: PauseMode = "abort"
-    deterministic: bool = False
-    max_concurrency: int | None = None
-    max_attempts: int = 3
-    max_restarts: int = 10
-    request_timeout_s: float = 1800.0
-    control_timeout_s: float = 60.0
-    sync_timeout_s: float = 600.0
-    trainer_ranks: tuple[tuple[int, ...], ...] | None = None
-    releases_memory: bool = True
-    router_url: str | None = None
-    api_key: str | None = field(default=None, repr=False)
+    pause_mode: PauseMode
+    deterministic: bool
+    max_concurrency: int | None
+    max_attempts: int
+    max_restarts: int
+    request_timeout_s: float
+    sync_timeout_s: float
+    trainer_ranks: tuple[tuple[int, ...], ...] | None
+    releases_memory: bool
+    router_url: str | None
+    api_key: str | None = field(repr=False)
 
 
 class SGLangEngine:
@@ -100,8 +103,7 @@ class SGLangEngine:
         self._abort.clear()
         results: dict[int, GenerateResult] = {}
         for places in _waves(requests, self._settings.deterministic):
-            dispatch = Dispatch(self._fleet, self._targets(), self._dispatch, versions=self._versions, abort=self._abort)
-            answers = self._fleet.run(dispatch.run([requests[place] for place in places]))
+            answers = self._answers([requests[place] for place in places])
             results |= zip(places, answers, strict=True)
         return [results[place] for place in range(len(requests))]
 
@@ -225,6 +227,17 @@ class SGLangEngine:
         """Leave the group, if there is one."""
         self._updates.leave_group()
 
+    def _answers(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """A server that turns out to have other weights than were pushed is lost, as one that has died, and all are asked again."""
+        while True:
+            dispatch = Dispatch(self._fleet, self._targets(), self._dispatch, versions=self._versions, abort=self._abort)
+            try:
+                return self._fleet.run(dispatch.run(requests))
+            except UnknownVersionError as error:
+                if not self._fleet.run(self._fleet.lose_strangers(self._versions, _CONTROL_TIMEOUT_S)):
+                    raise
+                _log.warning("asking %d samples again: %s", len(requests), error)
+
     @contextmanager
     def _push_step(self) -> Iterator[None]:
         """A push that fails leaves the servers paused: what they were generating comes back as it is."""
@@ -277,19 +290,17 @@ class SGLangEngine:
 
     def _wait_until_idle(self) -> None:
         """A server dies when memory is released while it runs a request, and takes a second to pause while it still tidies up."""
-        deadline = time.monotonic() + self._settings.control_timeout_s
+        deadline = time.monotonic() + _CONTROL_TIMEOUT_S
         while busy := [member for member in self._fleet.alive() if self._num_running(member) > 0]:
             if time.monotonic() > deadline:
-                raise RolloutError(
-                    f"{busy[0].address.url} is still busy {self._settings.control_timeout_s:g} s after its requests were aborted"
-                )
+                raise RolloutError(f"{busy[0].address.url} is still busy {_CONTROL_TIMEOUT_S:g} s after its requests were aborted")
             time.sleep(_IDLE_POLL_S)
 
     def _num_running(self, member: Member) -> int:
         """Requests that we wait for, or that the server still knows."""
         if member.running:
             return len(member.running)
-        return self._fleet.num_running(member, timeout_s=self._settings.control_timeout_s)
+        return self._fleet.num_running(member, timeout_s=_CONTROL_TIMEOUT_S)
 
     def _bytes_resident(self) -> int:
         """The weights of the servers. SGLang on a CPU keeps its memory also while it sleeps."""
@@ -303,7 +314,7 @@ class SGLangEngine:
 
     def _post(self, members: Sequence[Member], path: str, body: Mapping[str, object]) -> None:
         """A server that dies meanwhile is lost, which is told by `health` and the next push."""
-        self._fleet.post_to(members, path, body, timeout_s=self._settings.control_timeout_s, may_die=True)
+        self._fleet.post_to(members, path, body, timeout_s=_CONTROL_TIMEOUT_S, may_die=True)
 
 
 def _waves(requests: Sequence[GenerateRequest], deterministic: bool) -> list[list[int]]:

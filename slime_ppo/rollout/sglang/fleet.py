@@ -7,15 +7,16 @@ import asyncio
 import logging
 import resource
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, TypeVar
 
 from slime_ppo.errors import RolloutError
 from slime_ppo.rollout.engine import EnginePart
-from slime_ppo.rollout.sglang.client import ServerClient, ServerGone, ServerTimeout
+from slime_ppo.rollout.sglang.client import ServerAnswerError, ServerClient, ServerGone, ServerTimeout
 from slime_ppo.rollout.sglang.server import Server, ServerAddress
 
 _log = logging.getLogger(__name__)
@@ -95,8 +96,28 @@ class ServerFleet:
             if problem is not None:
                 self._lose(member, problem)
 
+    async def lose_strangers(self, versions: Collection[int], timeout_s: float) -> bool:
+        """Lose the servers whose weights nobody here has pushed (`versions` were): somebody else has started them anew meanwhile,
+        or pushes to them. False when there is none."""
+        known = {str(version) for version in versions}
+        alive = self.alive()
+        for member in alive:
+            try:
+                found = (await member.client.get("/model_info", timeout_s))["weight_version"]
+            except (ServerGone, ServerTimeout) as error:
+                await self.examine(member, error)
+                continue
+            if found not in known:
+                self._lose(
+                    member,
+                    f"its weights are of version {found!r}, which were never pushed to it: it was started anew, or another program "
+                    "pushes to it",
+                )
+        return len(self.alive()) < len(alive)
+
     def restart_lost(self, max_restarts: int) -> list[Member]:
-        """Start lost servers anew, at the same time, and return them. Raises RolloutError."""
+        """Start lost servers anew, at the same time, or wait until those of others are back, and return them. Raises
+        RolloutError."""
         self.notice_losses()
         lost = [member for member in self.members if member.lost is not None]
         for member in lost:
@@ -108,7 +129,7 @@ class ServerFleet:
             member.num_restarts += 1
         addresses = _at_once([member.server.start for member in lost])
         for member, address in zip(lost, addresses, strict=True):
-            _log.warning("%s was started anew as %s after: %s", member.address.url, address.url, member.lost)
+            _log.warning("%s serves again, as %s, after: %s", member.address.url, address.url, member.lost)
             self.run(member.client.close())
             member.address, member.client = address, self.client(address.url)
             member.released, member.lost = _NO_PART, None
@@ -118,11 +139,29 @@ class ServerFleet:
     def addresses(self) -> Sequence[ServerAddress]:
         return [member.address for member in self.members]
 
-    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
-        """One body to each server, to all at the same time; their answers. Raises RolloutError when all have answered."""
+    def post(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, object]],
+        *,
+        timeout_s: float,
+        on_refusal: tuple[str, Mapping[str, object]] | None = None,
+    ) -> list[Any]:
+        """One body to each server, to all at the same time; their answers. Raises RolloutError when all have answered. One that
+        refuses is posted `on_refusal` at once."""
         self._note(path, bodies[0])
+
+        async def ask(client: ServerClient, body: Mapping[str, object]) -> dict[str, Any]:
+            try:
+                return await client.post(path, body, timeout_s)
+            except ServerAnswerError:
+                if on_refusal is not None:
+                    with suppress(RolloutError):
+                        await client.post(*on_refusal, timeout_s)
+                raise
+
         calls = zip(self.members, bodies, strict=True)
-        return self._answers([(member, member.client.post(path, body, timeout_s)) for member, body in calls])
+        return self._answers([(member, ask(member.client, body)) for member, body in calls])
 
     def get(self, path: str, *, timeout_s: float) -> list[Any]:
         """The answers of all servers. Raises RolloutError when all have answered."""
@@ -143,7 +182,7 @@ class ServerFleet:
         return 0 if answer is None else sum(load["num_running_reqs"] for load in answer["loads"])
 
     async def examine(self, member: Member, failure: RolloutError) -> None:
-        """Find out whether a server is lost whose connection failed; one that hangs is stopped, and lost."""
+        """Find out whether a server is lost whose connection failed; one that hangs is lost, and stopped if it is ours."""
         if member.lost is not None:
             return
         if member.examination is None:
@@ -191,7 +230,7 @@ class ServerFleet:
     async def _examine(self, member: Member, failure: RolloutError) -> None:
         if isinstance(failure, ServerTimeout):
             # Lost first: who looks while it is being stopped would take that for the cause.
-            self._lose(member, f"it hangs and was stopped: {failure}")
+            self._lose(member, f"it hangs: {failure}")
             await asyncio.to_thread(member.server.stop)
             return
         loop = asyncio.get_running_loop()

@@ -15,11 +15,13 @@ _KINDS: Mapping[str, Kind] = {"bool": "switch", "int": "int", "float": "float"}
 
 @dataclass(frozen=True)
 class InstalledFlag:
-    """One flag: the field of ServerArgs that it sets, the kind of its value, and its choices where the source lists them."""
+    """One flag: the field of ServerArgs that it sets, the kind of its value or of each of its values, and its choices where the
+    source lists them."""
 
     field: str
     kind: Kind
     choices: tuple[str, ...] = ()
+    is_list: bool = False
 
 
 def installed_flags(source: Path | None = None) -> dict[str, InstalledFlag]:
@@ -62,7 +64,7 @@ def _of_field(field: str, annotation: ast.expr) -> dict[str, InstalledFlag]:
     names += [_text(alias) for alias in getattr(given.get("aliases"), "elts", [])]
     if _action(given) == "BooleanOptionalAction":
         names += ["no_" + name.lstrip("-") for name in names]
-    flag = InstalledFlag(field, _kind(declared, given), _choices(declared, given))
+    flag = InstalledFlag(field, _kind(declared, given), _choices(declared, given), _element(declared, given) is not None)
     return {name.lstrip("-").replace("-", "_"): flag for name in names}
 
 
@@ -72,7 +74,15 @@ def _kind(declared: ast.expr, given: Mapping[str, ast.expr]) -> Kind:
     # what an action or a parser of SGLang's own accepts is not in the annotation
     if "action" in given or "type_parser" in given:
         return "text"
-    return _KINDS.get(ast.unparse(_without_optional(declared)), "text")
+    return _KINDS.get(ast.unparse(_element(declared, given) or _without_optional(declared)), "text")
+
+
+def _element(declared: ast.expr, given: Mapping[str, ast.expr]) -> ast.expr | None:
+    """What a list holds whose values are given one by one; None for everything else."""
+    inner = _without_optional(declared)
+    if "action" in given or "type_parser" in given or not isinstance(inner, ast.Subscript):
+        return None
+    return inner.slice if ast.unparse(inner.value) in ("List", "list") else None
 
 
 def _action(given: Mapping[str, ast.expr]) -> str:

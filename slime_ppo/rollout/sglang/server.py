@@ -186,7 +186,8 @@ class LocalServer:
 
 
 class ExternalServer:
-    """A server that somebody else starts and stops."""
+    """A server that somebody else starts and stops. `start` waits for it; called again, after it was lost, it may be another
+    process, which has left every group: another incarnation."""
 
     def __init__(self, url: str, api_key: str | None, *, start_timeout_s: float = 60.0) -> None:
         self._url = url.rstrip("/")
@@ -203,7 +204,7 @@ class ExternalServer:
         status, text = _call(self._url + "/server_info", None, self._api_key, self._timeout_s)
         if status != 200:
             raise RolloutError(f"{self._url}/server_info answered {status}: {text}")
-        self._incarnation = self._incarnation or 1
+        self._incarnation += 1
         return ServerAddress(self._url, int(json.loads(text)["tp_size"]), self._incarnation)
 
     def problem(self) -> str | None:

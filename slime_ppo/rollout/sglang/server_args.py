@@ -14,6 +14,8 @@ from slime_ppo.rollout.sglang.refused_flags import refusal
 # `--context-length N` serves sequences of N - 2 tokens, and prompts that are shorter still by the response
 _CONTEXT_MARGIN = 3
 _MIN_CPU_KV_TOKENS = 32768
+BATCHED_ATTENTION = "torch_batched"
+"""The attention that `cpu_launch` adds to those of SGLang."""
 LOOPBACK = ("127.0.0.1", "localhost")
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 
@@ -22,7 +24,7 @@ _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 class ServerSpec:
     """One server: model, device and options. Picklable; `api_key` is not shown.
 
-    `port` None takes a free one at each start. `extra` are further flags of SGLang as (name, value or None for a switch).
+    `port` None takes a free one at each start. `extra` are further flags of SGLang as (name, values, none for a switch).
     `kv_tokens` is the size of the KV cache in tokens; None: what fits into GPU memory, on a CPU a number that suits tests.
     """
 
@@ -44,7 +46,7 @@ class ServerSpec:
     num_threads: int = 1
     kv_tokens: int | None = None
     start_timeout_s: float = 900.0
-    extra: tuple[tuple[str, str | None], ...] = ()
+    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         check_host(self.host, self.api_key)
@@ -54,7 +56,7 @@ def server_command(spec: ServerSpec, port: int) -> list[str]:
     """The command that serves `spec` on `port`; without the API key, which must not show in a list of processes."""
     values = {**_common(spec, port), **(_cpu(spec) if spec.device == "cpu" else _cuda(spec))}
     arguments = [part for name, value in values.items() for part in _flag(name, value)]
-    arguments += [part for name, value in spec.extra for part in _flag(name, True if value is None else value)]
+    arguments += [part for name, values in spec.extra for part in (*_flag(name, True), *values)]
     return [sys.executable, "-m", "slime_ppo.rollout.sglang.serve", str(os.getpid()), *arguments]
 
 
@@ -68,6 +70,9 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not any(name.replace("-", "_") == "enable_torch_compile" for name, _ in spec.extra):
+            # the seeded sampler would be compiled: 8 s and a C++ compiler for a function that is as fast without
+            variables["TORCH_COMPILE_DISABLE"] = "1"
         if spec.tp_size > 1:
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = _thread_binding(spec.tp_size)
     elif spec.gpu_ids:
@@ -89,15 +94,15 @@ def check_host(host: str, api_key: str | None) -> None:
         )
 
 
-def check_server_args(extra: Sequence[tuple[str, str | None]], origin: str) -> None:
+def check_server_args(extra: Sequence[tuple[str, tuple[str, ...]]], origin: str) -> None:
     """Refuse flags that the installed SGLang does not have, that we set ourselves or that break training, and wrong values.
 
-    `extra` are (name without dashes, value or None for a switch), `origin` says where they were given. Raises ConfigError.
+    `extra` are (name without dashes, values, none for a switch), `origin` says where they were given. Raises ConfigError.
     """
     if not extra:
         return
     known = installed_flags()
-    for name, value in extra:
+    for name, values in extra:
         shown = f"{origin}: --{name.replace('_', '-')}"
         flag = known.get(name.replace("-", "_"))
         if flag is None:
@@ -107,17 +112,24 @@ def check_server_args(extra: Sequence[tuple[str, str | None]], origin: str) -> N
         reason = refusal(flag.field)
         if reason is not None:
             raise ConfigError(f"{shown} cannot be given to SGLang here: {reason}")
-        problem = _value_problem(flag, value)
+        problem = _problem_of(flag, values)
         if problem is not None:
             raise ConfigError(f"{shown} {problem}")
 
 
-def _value_problem(flag: InstalledFlag, value: str | None) -> str | None:
+def _problem_of(flag: InstalledFlag, values: Sequence[str]) -> str | None:
+    found = " ".join(map(repr, values))
     if flag.kind == "switch":
-        return None if value is None else f"is a switch and takes no value, found {value!r}"
+        return f"is a switch and takes no value, found {found}" if values else None
     # what SGLang parses by itself may do without a value
-    if value is None:
+    if not values:
         return None if flag.kind == "text" and not flag.choices else "needs a value"
+    if len(values) > 1 and not flag.is_list:
+        return f"takes one value, found {found}"
+    return next((problem for value in values if (problem := _value_problem(flag, value)) is not None), None)
+
+
+def _value_problem(flag: InstalledFlag, value: str) -> str | None:
     if flag.choices:
         return None if value in flag.choices else f"takes one of {', '.join(flag.choices)}; found {value!r}"
     try:
@@ -158,7 +170,8 @@ def _common(spec: ServerSpec, port: int) -> dict[str, str | bool]:
 def _cpu(spec: ServerSpec) -> dict[str, str | bool]:
     kv_tokens = spec.kv_tokens or max(_MIN_CPU_KV_TOKENS, 2 * spec.max_positions)
     return {
-        "attention_backend": "torch_native",
+        # with a batch in one call, the last bit of a log-prob depends on the longest sequence in it
+        "attention_backend": "torch_native" if spec.deterministic else BATCHED_ATTENTION,
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "mem_fraction_static": "0.6",

@@ -34,9 +34,17 @@ class Fleet(Protocol):
 
     def addresses(self) -> Sequence[ServerAddress]: ...
 
-    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
+    def post(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, object]],
+        *,
+        timeout_s: float,
+        on_refusal: tuple[str, Mapping[str, object]] | None = None,
+    ) -> list[Any]:
         """Post one body to each server, to all at the same time; their JSON answers. Raises RolloutError, when all have
-        answered, naming the servers that failed, with status and text."""
+        answered, naming the servers that failed, with status and text. `on_refusal`, path and body, is posted to a server as soon
+        as it refuses, for others that wait for it."""
         ...
 
     def get(self, path: str, *, timeout_s: float) -> list[Any]: ...
@@ -152,7 +160,11 @@ class ServerUpdates:
                 "group_name": self._group,
                 "load_format": "flattened_bucket",
             }
-            self._post("/update_weights_from_distributed", body | self._completion(update, bucket))
+            bodies = [body | self._completion(update, bucket)] * len(self._fleet.addresses())
+            # the others, and the trainer, would wait in the broadcast for a server that takes no part
+            leave = ("/destroy_weights_update_group", {"group_name": self._group})
+            path, timeout_s = "/update_weights_from_distributed", self._settings.timeout_s
+            self._fleet.post(path, bodies, timeout_s=timeout_s, on_refusal=leave)
 
     def load_folder(self, folder: str) -> None:
         """Let every server read the Hugging Face folder, whose tensors are those of the manifest; all of them at once."""

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from threading import Timer
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ TIMEOUT_S = 1.5
 
 
 def meet_twice() -> dict[str, object]:
-    """A broadcast, one in which the server takes no part, one after both have met again, and a meeting at which nobody comes."""
+    """A broadcast, one in which the server takes no part, one after both have met again, one whose server leaves, and a meeting
+    that is given up."""
     return _trainer() if dist.get_rank() == 0 else _server()
 
 
@@ -36,10 +38,19 @@ def _trainer() -> dict[str, object]:
             told["seconds"] = time.monotonic() - began
             told["after it"] = _problem(lambda: group.broadcast(torch.ones(3, dtype=torch.uint8)))
             dist.barrier()
+    meeting = group.meet(1)
+    _tell(meeting)
+    group.join(meeting)
+    began = time.monotonic()
+    told["left"] = _problem(lambda: group.broadcast(torch.zeros(64 << 20, dtype=torch.uint8)))
+    told["left after"] = time.monotonic() - began
     group.leave()
     group.leave()
     meeting = group.meet(1)
+    Timer(0.2, group.abandon).start()
+    began = time.monotonic()
     told["nobody"] = _problem(lambda: group.join(meeting))
+    told["nobody after"] = time.monotonic() - began
     return told | {"names": names}
 
 
@@ -53,6 +64,7 @@ def _server() -> dict[str, object]:
         if turn == 0:
             dist.barrier()
         dist.destroy_process_group(group)
+    dist.destroy_process_group(_join(_hear()))
     return {"received": received}
 
 

@@ -47,7 +47,7 @@ def test_dry_run_report_of_servers_of_others_estimates_no_memory_of_theirs(tmp_p
         for urls in (None, "http://a:1,http://b:1")
     )
     assert "rollout engine: 2 SGLang servers that others have started (--sglang-server-urls); the roles share" in others
-    assert "client of the SGLang servers" in others and "(KV)" not in others
+    assert "SGLang servers that others" in others and "(KV)" not in others
     assert "(KV)" in own and "--sglang-mem-fraction-static" in own
 
 

@@ -41,6 +41,7 @@ def _config(*flags: str) -> Config:
         ((*SGLANG, "--sglang-server-urls", "http://me:key@a:1"), "is no address of a server"),
         ((*SGLANG, "--sglang-router-url", "router"), "'router' is no address of a server"),
         ((*SGLANG, "--sglang-router-url", "http://a:1,http://b:1"), "names more than one router"),
+        ((*SGLANG, "--sglang-router-url", "http://a:1"), "our own servers take free ports, others after every restart"),
         ((*SGLANG, "--sglang-max-concurrency", "129"), "--sglang-max-concurrency 129 is more than the 128 samples"),
         ((*SGLANG, "--sglang-port", "65535", "--rollout-num-gpus", "2"), "--sglang-port 65535 leaves no ports for 2 servers"),
         ((*SGLANG, "--rollout-top-k", "5000"), "--rollout-top-k 5000: SGLang returns supports of at most 4096 tokens"),
@@ -62,7 +63,7 @@ def _config(*flags: str) -> Config:
         ((*SGLANG, "--sglang-determinstic"), "Did you mean --sglang-deterministic"),
         ((*SGLANG, "--sglang-server-args", "0.6"), "'0.6' belongs to no argument"),
         ((*SGLANG, "--sglang-server-args", "--a 'b"), "No closing quotation"),
-        ((*SGLANG, "--sglang-page-size", "1", "stray", "words"), "'stray' belongs to no flag"),
+        ((*SGLANG, "stray", "--sglang-page-size", "1"), "'stray' belongs to no flag"),
     ],
 )
 def test_parse_config_engine_options_that_cannot_work_name_the_flag(flags: tuple[str, ...], message: str) -> None:
@@ -74,13 +75,18 @@ def test_parse_config_engine_options_that_cannot_work_name_the_flag(flags: tuple
 def test_parse_config_unknown_sglang_flags_are_arguments_of_the_servers() -> None:
     config = _config("--sglang-mem-fraction-static", "0.7", "--sglang-enable-metrics", "--sglang-page-size=16", "--lr", "1e-5")
     assert config.sglang.server_args == "--mem-fraction-static 0.7 --enable-metrics --page-size=16"
-    assert config.sglang.further_args == (("mem_fraction_static", "0.7"), ("enable_metrics", None), ("page_size", "16"))
+    assert config.sglang.further_args == (("mem_fraction_static", ("0.7",)), ("enable_metrics", ()), ("page_size", ("16",)))
     assert config.optimizer.lr == 1e-5
+
+
+def test_parse_config_sglang_flags_with_several_values_keep_them_all() -> None:
+    config = _config("--sglang-server-args", "--a 1 2 --b", "--sglang-cuda-graph-bs", "1", "2", "4", "--lr", "1e-5")
+    assert config.sglang.further_args == (("a", ("1", "2")), ("b", ()), ("cuda_graph_bs", ("1", "2", "4")))
 
 
 def test_parse_config_server_args_of_flag_and_text_are_joined_and_survive_the_yaml(tmp_path: Path) -> None:
     config = _config("--sglang-server-args", "--a 1", "--sglang-b", "two words", "--sglang-c", "-1")
-    assert config.sglang.further_args == (("a", "1"), ("b", "two words"), ("c", "-1"))
+    assert config.sglang.further_args == (("a", ("1",)), ("b", ("two words",)), ("c", ("-1",)))
     (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     assert parse_config(["--config", str(tmp_path / "config.yaml")]).config == config
 
@@ -89,9 +95,9 @@ def test_parse_config_server_args_of_flags_are_added_to_those_of_the_yaml(tmp_pa
     path = tmp_path / "config.yaml"
     path.write_text("sglang:\n  server_args: --page-size 1\n", encoding="utf-8")
     added = _config("--config", str(path), "--sglang-enable-metrics")
-    assert added.sglang.further_args == (("page_size", "1"), ("enable_metrics", None))
+    assert added.sglang.further_args == (("page_size", ("1",)), ("enable_metrics", ()))
     replaced = _config("--config", str(path), "--sglang-server-args", "--a 1", "--sglang-enable-metrics")
-    assert replaced.sglang.further_args == (("a", "1"), ("enable_metrics", None))
+    assert replaced.sglang.further_args == (("a", ("1",)), ("enable_metrics", ()))
 
 
 def test_top_k_that_sglang_needs_is_set_and_said() -> None:
@@ -113,7 +119,13 @@ def test_bundles_of_engines_follow_the_devices() -> None:
     assert apart.num_bundles == 12
     assert _config("--rollout-num-gpus-per-engine", "2").num_bundles == 2
     urls = _config("--sglang-server-urls", "http://a:1,http://b:1", "--no-colocate")
-    assert (urls.engine_bundles, urls.num_rollout_devices) == ([], 1)
+    assert (urls.engine_bundles, urls.num_rollout_devices) == ([], 0)
+    assert urls.num_bundles == 2  # the roles': no device is kept for the servers' client
+
+
+def test_router_before_servers_whose_addresses_stay_is_taken() -> None:
+    for addresses in (("--sglang-port", "30000"), ("--sglang-server-urls", "http://b:1")):
+        assert _config("--sglang-router-url", "http://a:1", *addresses).sglang.router_url == "http://a:1"
 
 
 def test_weight_sync_folder_is_in_the_run_folder_by_default() -> None:

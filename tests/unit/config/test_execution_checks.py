@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_ppo.config.checks import check_config, check_model_shape, config_warnings
+from slime_ppo.config.execution_checks import check_execution_on
 from slime_ppo.config.fields import Value
 from slime_ppo.config.model_shape import ModelShape, MoeShape
 from slime_ppo.errors import ConfigError
@@ -80,13 +81,14 @@ def test_check_config_execution_that_can_be_passes(values: dict[str, Value]) -> 
     check_config(make_config(reward__rm_type="vader", **values))
 
 
-def test_worker_settings_fusion_is_refused_before_a_rank_starts_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_execution_on_refuses_fusion_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(**FUSION)
     with pytest.raises(ConfigError, match="--gradient-accumulation-fusion on a CPU"):
-        worker_settings(config, "actor", init_method="file:///x", device="cpu")
+        check_execution_on(config, "cpu")
     with pytest.raises(ConfigError, match="extension fused_weight_gradient_mlp_cuda is not installed"):
-        worker_settings(config, "actor", init_method="file:///x", device="cuda")
+        check_execution_on(config, "cuda")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    check_execution_on(config, "cuda")
     assert worker_settings(config, "actor", init_method="file:///x", device="cuda")[0].execution.gradient_accumulation_fusion
 
 

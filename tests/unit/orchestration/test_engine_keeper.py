@@ -62,7 +62,9 @@ def test_push_that_fails_starts_the_engine_alone_on_the_devices_and_pushes_again
 
 
 def test_push_that_fails_every_time_raises_and_leaves_no_version() -> None:
-    keeper, journal, _ = _keeper(failures=3, attempts=2)
+    keeper, journal, engine = _keeper(attempts=2)
+    keeper.push(3)
+    keeper.sync = FailingSync(journal, engine, failures=3)
     with pytest.raises(WeightSyncError, match="server gone"):
         keeper.push(4)
     assert journal.count("push fails") == 2

@@ -19,6 +19,8 @@ from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 
+SYNC: Any = {"bucket_bytes": 8, "sync_host": "127.0.0.1", "sync_timeout_s": 1.0}
+
 
 class Batch:
     """A rollout that remembers the parts it was given."""
@@ -101,7 +103,7 @@ def ranks(worlds: list[LocalWorld]) -> Iterator[Any]:
 
 def test_train_group_every_stage_adds_the_columns_of_all_ranks_under_a_new_handle(ranks: Any) -> None:
     numbers = count()
-    actor, critic = (LocalTrainGroup(ranks, role, numbers, bucket_bytes=8) for role in ("actor", "critic"))
+    actor, critic = (LocalTrainGroup(ranks, role, numbers, **SYNC) for role in ("actor", "critic"))
     put: Any = Batch()
     first = actor.put(put)
     second, stats = actor.compute_log_probs(first)
@@ -118,12 +120,12 @@ def test_train_group_every_stage_adds_the_columns_of_all_ranks_under_a_new_handl
 
 def test_train_group_handle_of_another_group_is_refused(ranks: Any) -> None:
     with pytest.raises(TypeError, match="its batch is str, expected a number"):
-        LocalTrainGroup(ranks, "actor", count(), bucket_bytes=8).fetch(BatchHandle("elsewhere"))
+        LocalTrainGroup(ranks, "actor", count(), **SYNC).fetch(BatchHandle("elsewhere"))
 
 
 def test_call_error_of_rank_0_is_told_with_rank_and_phase_and_signals_do_not_hide_it(ranks: Any) -> None:
     with pytest.raises(NumericsError, match=r"bad weights \[rank 0, actor wake\]"):
-        LocalTrainGroup(ranks, "actor", count(), bucket_bytes=8).wake()
+        LocalTrainGroup(ranks, "actor", count(), **SYNC).wake()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 

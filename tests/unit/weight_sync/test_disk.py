@@ -76,3 +76,12 @@ def test_push_without_room_names_the_flag_and_keeps_the_folder_that_is_served(tm
     ends.full = False
     assert sync.push(2) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["version_2"]
+
+
+def test_connect_removes_what_a_killed_start_of_the_run_has_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("version_3", "version_4.partial", "version_2.old", "version_4.backup", "versions"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "version_5").touch()
+    DiskSync(Ends(), Ends(), folder=str(tmp_path), bucket_bytes=8).connect()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version_4.backup", "version_5", "versions"]

@@ -23,6 +23,7 @@ class Ends:
         self.incarnations = 1
         self.meetings = 0
         self.both = threading.Barrier(2, timeout=5)
+        self.abandoned = threading.Event()
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         return SPECS
@@ -70,6 +71,9 @@ class Ends:
 
     def leave_group(self) -> None:
         self.journal.append("engine leaves")
+
+    def abandon_engine(self) -> None:
+        self.abandoned.set()
 
     def leave_engine(self) -> None:
         self.journal.append("leave")
@@ -139,6 +143,27 @@ def test_push_that_fails_at_either_end_tells_the_engines_word_first_and_the_next
     ends.journal.clear()
     assert sync.push(2) == 2
     assert ends.journal == ["begin 2", "engine leaves", "meet 2", "join group 2", *CHECKED]
+
+
+@pytest.mark.parametrize(("waits", "refuses"), [("join_engine", "join_group"), ("broadcast_bucket", "receive_bucket")])
+def test_push_that_the_engine_refuses_does_not_leave_the_trainer_waiting(
+    monkeypatch: pytest.MonkeyPatch, waits: str, refuses: str
+) -> None:
+    ends = Ends()
+    waited: list[bool] = []
+
+    def wait(_: object) -> None:
+        waited.append(ends.abandoned.wait(20))
+        raise WeightSyncError("the group broke")
+
+    def refuse(_: object) -> None:
+        raise WeightSyncError("answered 400")
+
+    monkeypatch.setattr(ends, waits, wait)
+    monkeypatch.setattr(ends, refuses, refuse)
+    with pytest.raises(WeightSyncError, match="answered 400"):
+        connected(ends).push(0)
+    assert waited == [True]
 
 
 def test_push_whose_meeting_fails_is_an_error_and_the_next_one_meets_again() -> None:

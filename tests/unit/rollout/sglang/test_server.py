@@ -22,7 +22,7 @@ FAKE = "tests.helpers.fake_sglang"
 
 
 def _command(spec: ServerSpec, port: int) -> list[str]:
-    extra = [part for name, value in spec.extra for part in (f"--{name}", str(value))]
+    extra = [part for name, values in spec.extra for part in (f"--{name}", *values)]
     return [sys.executable, "-m", FAKE, str(os.getpid()), str(port), *extra]
 
 
@@ -85,7 +85,7 @@ def test_death_of_any_process_ends_the_group_and_is_told(server: LocalServer, sp
 def test_server_that_stops_answering_is_ended(spec: ServerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_ASK_EVERY_S": 0.2, "_ASK_TIMEOUT_S": 0.2, "_SILENCE_LIMIT_S": 1.0}.items():
         monkeypatch.setattr(f"slime_ppo.rollout.sglang.server.{name}", value)
-    server = LocalServer(replace(spec, extra=(("silent-after", "4"),)), _command)
+    server = LocalServer(replace(spec, extra=(("silent-after", ("4",)),)), _command)
     try:
         server.start()
         assert _within(10.0, lambda: server.problem() is not None)

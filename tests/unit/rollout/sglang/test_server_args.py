@@ -31,6 +31,7 @@ for name, action in real.items():
     flag = ours[name]
     assert (action.nargs == 0) == (flag.kind == 'switch'), name
     assert flag.kind not in ('int', 'float') or action.type is {'int': int, 'float': float}[flag.kind], name
+    assert name.startswith('lora_') or flag.is_list == (action.nargs in ('+', '*')), name
     assert not flag.choices or set(map(str, action.choices)) == set(flag.choices), name
     assert name == 'monokernel_backend' or action.dest == flag.field, name
 print('equal', len(real))
@@ -56,15 +57,27 @@ def test_command_on_a_gpu_has_what_turns_and_sync_need_and_no_key() -> None:
 def test_command_on_a_cpu_uses_torch_and_the_given_cache_and_threads() -> None:
     spec = replace(SPEC, device="cpu", kv_tokens=500, num_threads=3, tp_size=2, is_reward_model=True)
     command, environment = server_command(spec, 1), server_environment(spec)
-    assert (_value(command, "--attention-backend"), _value(command, "--max-total-tokens")) == ("torch_native", "500")
+    assert (_value(command, "--attention-backend"), _value(command, "--max-total-tokens")) == ("torch_batched", "500")
     assert "--is-embedding" in command and "--enable-memory-saver" not in command
     assert environment["OMP_NUM_THREADS"] == "3" and environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
+def test_command_on_a_cpu_with_seeds_keeps_the_attention_whose_numbers_do_not_depend_on_the_batch() -> None:
+    assert _value(server_command(replace(SPEC, device="cpu", deterministic=True), 1), "--attention-backend") == "torch_native"
+
+
+def test_environment_turns_the_compiler_off_on_a_cpu_unless_it_is_asked_for() -> None:
+    spec = replace(SPEC, device="cpu")
+    assert server_environment(spec)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in server_environment(replace(spec, extra=(("enable-torch-compile", None),)))
+    assert "TORCH_COMPILE_DISABLE" not in server_environment(SPEC)
+
+
 def test_command_flags_of_the_user_come_last_and_so_win() -> None:
-    command = server_command(replace(SPEC, extra=(("log_level", "info"), ("disable-radix-cache", None))), 1)
-    assert command[-3:] == ["--log-level", "info", "--disable-radix-cache"] and command.index("--log-level") < len(command) - 3
+    command = server_command(replace(SPEC, extra=(("log_level", ("info",)), ("disable-radix-cache", ()), ("a", ("1", "2")))), 1)
+    assert command[-6:] == ["--log-level", "info", "--disable-radix-cache", "--a", "1", "2"]
+    assert command.index("--log-level") < len(command) - 6
 
 
 def test_every_flag_of_ours_is_one_of_sglang_and_refused_to_users() -> None:
@@ -84,32 +97,34 @@ def test_flags_read_from_the_source_are_those_of_the_real_server_args() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "values", "words"),
     [
-        ("max-runing-requests", "4", "is not a flag of the installed SGLang; did you mean --max-running-requests"),
-        ("model-path", "x", "it is --hf-checkpoint"),
-        ("model", "x", "it is --hf-checkpoint"),
-        ("tensor-parallel-size", "2", "set by slime_ppo"),
-        ("preferred_sampling_params", "{}", "the trainer can't reproduce"),
-        ("speculative-algorithm", "NGRAM", "drafted tokens"),
-        ("quantization", "fp8", "quantised"),
-        ("enable-custom-logit-processor", None, "runs code"),
-        ("enable-hicache", None, "outlive the flush"),
-        ("config", "x.yaml", "one by one"),
-        ("max-running-requests", "many", r"takes a number \(int\), found 'many'"),
-        ("max-running-requests", None, "needs a value"),
-        ("disable-radix-cache", "true", "is a switch and takes no value"),
-        ("schedule-policy", "fastest", "takes one of .*lpm.*; found 'fastest'"),
+        ("max-runing-requests", ("4",), "is not a flag of the installed SGLang; did you mean --max-running-requests"),
+        ("model-path", ("x",), "it is --hf-checkpoint"),
+        ("model", ("x",), "it is --hf-checkpoint"),
+        ("tensor-parallel-size", ("2",), "set by slime_ppo"),
+        ("preferred_sampling_params", ("{}",), "the trainer can't reproduce"),
+        ("speculative-algorithm", ("NGRAM",), "drafted tokens"),
+        ("quantization", ("fp8",), "quantised"),
+        ("enable-custom-logit-processor", (), "runs code"),
+        ("enable-hicache", (), "outlive the flush"),
+        ("config", ("x.yaml",), "one by one"),
+        ("max-running-requests", ("many",), r"takes a number \(int\), found 'many'"),
+        ("max-running-requests", (), "needs a value"),
+        ("disable-radix-cache", ("true",), "is a switch and takes no value"),
+        ("max-running-requests", ("4", "5"), "takes one value, found '4' '5'"),
+        ("cuda-graph-bs-decode", ("1", "two"), r"takes a number \(int\), found 'two'"),
+        ("schedule-policy", ("fastest",), "takes one of .*lpm.*; found 'fastest'"),
     ],
 )
-def test_check_server_args_refuses_with_the_reason(name: str, value: str | None, words: str) -> None:
+def test_check_server_args_refuses_with_the_reason(name: str, values: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^run.yaml:7: --.*{words}"):
-        check_server_args([("watchdog_timeout", "60"), (name, value)], "run.yaml:7")
+        check_server_args([("watchdog_timeout", ("60",)), (name, values)], "run.yaml:7")
 
 
 def test_check_server_args_admits_what_is_left() -> None:
-    extra = [("mem-fraction-static", "0.5"), ("attention_backend", "triton"), ("disable-radix-cache", None), ("log-level", "info")]
-    check_server_args(extra, "--sglang")
+    one = [("mem-fraction-static", ("0.5",)), ("attention_backend", ("triton",)), ("log-level", ("info",))]
+    check_server_args([*one, ("disable-radix-cache", ()), ("cuda-graph-bs-decode", ("1", "2", "4"))], "--sglang")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ SGLang does (facts in the module's docstring)."""
 import base64
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,20 @@ class Servers:
     posts: list[tuple[str, list[dict[str, Any]]]]
     fails: set[str]
     version: str = "default"
+    on_refusal: dict[str, object] = field(default_factory=dict)
 
     def addresses(self) -> Sequence[ServerAddress]:
         return self.current
 
-    def post(self, path: str, bodies: Sequence[Mapping[str, object]], *, timeout_s: float) -> list[Any]:
+    def post(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, object]],
+        *,
+        timeout_s: float,
+        on_refusal: tuple[str, Mapping[str, object]] | None = None,
+    ) -> list[Any]:
+        self.on_refusal[path] = on_refusal
         assert timeout_s == 7.0
         assert len(bodies) == len(self.current)
         self.posts.append((path, [dict(body) for body in bodies]))
@@ -127,6 +136,7 @@ def test_push_by_broadcast_names_the_tensors_as_they_lie_in_the_bucket(updates: 
     assert received[0]["shapes"] == [[2, 3], [4]]
     assert [body.get("weight_version") for body in received] == [None, "7"]
     assert {body["load_format"] for body in received} == {"flattened_bucket"}
+    assert servers.on_refusal["/update_weights_from_distributed"] == ("/destroy_weights_update_group", {"group_name": "group-1"})
     updates.leave_group()
     updates.leave_group()
     assert [bodies[0] for path, bodies in servers.posts if path.startswith("/destroy")] == [{"group_name": "group-1"}]
