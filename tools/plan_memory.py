@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_ppo.config.cli import parse_config
-from slime_ppo.config.device_peak import DevicePlan, device_plan
+from slime_ppo.config.device_peak import DevicePlan
 from slime_ppo.config.dry_run import aligned, memory_text, size_text
 from slime_ppo.config.layout_search import Candidate, candidates
 from slime_ppo.config.model_shape import ModelShape
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         config = parse_config(["--prompt-data", "not read here", *of_run]).config
         shapes = _shapes(config)
         if given.num_gpus is None:
-            print(one_layout_text(config, shapes, given.gpu_memory_gb), end="")
+            print(f"{_run_text(config, shapes)}\n{memory_text(config, shapes)}", end="")
             return 0
         if given.gpu_memory_gb is None:
             raise ConfigError("--num-gpus needs --gpu-memory-gb, the memory of each of them")
@@ -51,13 +51,6 @@ def main(argv: Sequence[str]) -> int:
     ranks_per_node = min(given.num_gpus, given.gpus_per_node)
     print(search_text(config, shapes, found, room=room, ranks_per_node=ranks_per_node, shows_all=given.all), end="")
     return 0 if fitting else 1
-
-
-def one_layout_text(config: Config, shapes: Mapping[RoleName, ModelShape], gpu_memory_gb: float | None) -> str:
-    """The table of --dry-run for the layout of `config`, and what its fullest device holds."""
-    plan = device_plan(config, shapes)
-    of = "" if gpu_memory_gb is None else f", {size_text(round(gpu_memory_gb * _GIB) - plan.peak)} below {gpu_memory_gb:g} GiB"
-    return f"{_run_text(config, shapes)}\n{memory_text(config, shapes)}a device at most: {size_text(plan.peak)} ({plan.phase}){of}\n"
 
 
 def search_text(
@@ -79,7 +72,9 @@ def search_text(
     parts.append(head + order + "\n" + (_table(fitting, room, ranks_per_node) if fitting else ""))
     if larger:
         shown = larger if shows_all else larger[:_NEAREST]
-        more = f"and {len(larger) - len(shown)} more, up to {size_text(larger[-1][1].peak)} (--all)\n" if larger[len(shown) :] else ""
+        more = (
+            f"and {len(larger) - len(shown)} more, up to {size_text(larger[-1][1].peak)} (--all)\n" if larger[len(shown) :] else ""
+        )
         parts.append(f"{len(larger)} need more memory, the nearest first\n{_table(shown, room, ranks_per_node)}{more}")
     refused = _by_problem(found)
     if refused:
@@ -95,15 +90,20 @@ def _cost(layout: ParallelLayout) -> tuple[int, ...]:
 
 def _table(rows: Sequence[tuple[ParallelLayout, DevicePlan]], room: int, ranks_per_node: int) -> str:
     roles = list(rows[0][1].roles)
-    head = ("TP", "CP", "PP", "EP", "ETP", "DP", *roles, "rollout", "device", "room", "host/node", "fullest when")
-    cells = [head]
+    splits = list(_sizes(rows[0][0], has_experts=any(lay.ep_size > 1 for lay, _ in rows)))
+    cells = [(*splits, *roles, "rollout", "device", "room", "host/node", "fullest when")]
     for lay, plan in rows:
-        sizes = (lay.tp_size, lay.cp_size, lay.pp_size, lay.ep_size, lay.etp_size, lay.dp_size)
+        sizes = _sizes(lay, has_experts="EP" in splits).values()
         totals = [plan.roles[role].total for role in roles] + [plan.engine, plan.peak]
         left, host = room - plan.peak, plan.host * ranks_per_node
         numbers = [*map(size_text, totals), f"{left / _GIB:+.1f} GiB", size_text(host)]
         cells.append((*map(str, sizes), *numbers, _largest(plan)))
     return aligned(cells)
+
+
+def _sizes(lay: ParallelLayout, *, has_experts: bool) -> dict[str, int]:
+    experts = {"EP": lay.ep_size, "ETP": lay.etp_size} if has_experts else {}
+    return {"TP": lay.tp_size, "CP": lay.cp_size, "PP": lay.pp_size} | experts | {"DP": lay.dp_size}
 
 
 def _largest(plan: DevicePlan) -> str:
@@ -133,18 +133,20 @@ def _by_problem(found: Sequence[Candidate]) -> dict[str, list[str]]:
 
 
 def _name(lay: ParallelLayout) -> str:
-    sizes = {"TP": lay.tp_size, "CP": lay.cp_size, "PP": lay.pp_size, "EP": lay.ep_size, "DP": lay.dp_size}
-    experts = f" ETP{lay.etp_size}" if lay.etp_size != lay.tp_size else ""
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) + experts or "one rank"
+    sizes = {name: size for name, size in _sizes(lay, has_experts=lay.ep_size > 1).items() if size > 1}
+    if lay.etp_size != lay.tp_size:
+        sizes["ETP"] = lay.etp_size
+    return " ".join(f"{name}{size}" for name, size in sizes.items()) or "one rank"
 
 
 def _run_text(config: Config, shapes: Mapping[RoleName, ModelShape]) -> str:
     """What the numbers are of."""
     batch = config.batch
     tokens = f"up to {batch.max_tokens_per_gpu} tokens" if batch.use_dynamic_batch_size else f"{batch.micro_batch_size} samples"
-    models = "; ".join(f"{role} {num_params(shape) / 1e9:.2f} B ({config.role(role).hf_folder})" for role, shape in shapes.items())
+    models = ", ".join(f"{role} {config.role(role).hf_folder}" for role in shapes)
+    size = f"{num_params(shapes['actor']) / 1e9:.2f} B parameters"
     return (
-        f"{models}\n{config.model.dtype}, {config.rollout.engine}, samples of up to {config.max_sample_tokens} tokens, "
+        f"{models}: {size}\n{config.model.dtype}, {config.rollout.engine}, samples of up to {config.max_sample_tokens} tokens, "
         f"{batch.global_batch_size} a step, micro-batches of {tokens}\n"
     )
 

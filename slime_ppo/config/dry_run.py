@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
+from slime_ppo.config.device_peak import device_plan
 from slime_ppo.config.engine_checks import server_urls
 from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.memory_plan import MemoryEstimate, engine_memory, stage_memory
@@ -93,7 +94,7 @@ def _sizes(role: RoleSettings) -> str:
 
 
 def memory_text(config: Config, shapes: Mapping[RoleName, ModelShape]) -> str:
-    """A row per role and distinct pipeline stage, and one of the engine."""
+    """A row per role and distinct pipeline stage, one of the engine, and the most that a device holds at one time."""
     rows: list[tuple[str, ...]] = [("", *_MEMORY_COLUMNS)]
     for role in config.roles:
         stages = stage_memory(config, shapes[role], role)
@@ -110,7 +111,8 @@ def memory_text(config: Config, shapes: Mapping[RoleName, ModelShape]) -> str:
             "rollout: a rank of a server, and the KV cache that a whole rollout would fill. SGLang reserves its cache by itself,\n"
             "on a GPU what --sglang-mem-fraction-static leaves to it\n"
         )
-    return table
+    plan = device_plan(config, shapes)
+    return f"{table}a device at most: {size_text(plan.peak)} ({plan.phase})\n"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -27,9 +27,7 @@ class Candidate:
     problem: str = ""
 
 
-def candidates(
-    config: Config, shapes: Mapping[RoleName, ModelShape], *, num_gpus: int, gpus_per_node: int
-) -> Iterator[Candidate]:
+def candidates(config: Config, shapes: Mapping[RoleName, ModelShape], *, num_gpus: int, gpus_per_node: int) -> Iterator[Candidate]:
     """Every layout of `num_gpus` ranks for all trained roles alike, without virtual stages: the critic's own sizes in `config` are
     left out. `shapes` of every role in `config.roles`. What a run would refuse its own checks refuse here.
 
