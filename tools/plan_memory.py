@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         config = parse_config(["--prompt-data", "not read here", *of_run]).config
         shapes = _shapes(config)
         if given.num_gpus is None:
+            if given.gpu_memory_gb is not None:
+                raise ConfigError("--gpu-memory-gb is used only with --num-gpus. Add that, or leave it out")
             print(f"{_run_text(config, shapes)}\n{memory_text(config, shapes)}", end="")
             return 0
         if given.gpu_memory_gb is None:
@@ -186,9 +188,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code 0, 1 when no layout fits, 2 for options or a model that cannot be. `scripts/train_ppo.py --help` lists "
         "its flags.",
     )
-    parser.add_argument("--num-gpus", type=_whole, metavar="N", help="try every layout of so many GPUs, which roles share")
+    parser.add_argument("--num-gpus", type=_whole, metavar="N", help="try every layout of so many GPUs for each trained role")
     parser.add_argument("--gpu-memory-gb", type=_gib, metavar="M", help="memory of a GPU in GiB, such as 80")
-    parser.add_argument("--gpus-per-node", type=_whole, default=8, metavar="N", help="[8]")
+    parser.add_argument("--gpus-per-node", type=_whole, default=8, metavar="N", help="a tensor-parallel group stays on a node [8]")
     parser.add_argument(
         "--reserve-gb", type=_gib, default=8.0, metavar="M",
         help="GiB of each GPU for CUDA, communication buffers, fragmentation and what an engine computes with [8]",

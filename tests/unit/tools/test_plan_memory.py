@@ -67,6 +67,7 @@ def test_plan_memory_of_a_public_model_lists_what_fits_the_nearest_misses_and_re
     ("argv", "said"),
     [
         (("--num-gpus", "8"), "--num-gpus needs --gpu-memory-gb"),
+        (("--gpu-memory-gb", "80"), "is used only with --num-gpus"),
         (("--num-gpus", "0", "--gpu-memory-gb", "80"), "--num-gpus: invalid"),
         (("--num-gpu", "8"), "unknown flag --num-gpu"),
         (("--num-gpus", "12", "--gpu-memory-gb", "80"), "12 GPUs are no whole number of nodes of 8"),
