@@ -3,17 +3,20 @@
 import logging
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
 from slime_ppo.config.launcher import LauncherName
+from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.preflight import METRICS_FILE, preflight
 from slime_ppo.config.root import Config
-from slime_ppo.data.source import JsonlDataSource
+from slime_ppo.data.chat import load_chat_template
+from slime_ppo.data.row_format import RowFormat
+from slime_ppo.data.source import PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoError
 from slime_ppo.evaluation import EvalSet, Evaluation
@@ -26,9 +29,19 @@ from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
 from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
 from slime_ppo.rewards.resolve import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
+from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.rollout_only import RolloutOnly
+from slime_ppo.rollout_source import (
+    DumpedRollouts,
+    GeneratedRollouts,
+    RolloutSource,
+    check_dumps,
+    model_values,
+    rollout_sampling,
+)
 from slime_ppo.tracking.base import RunInfo, Tracker
-from slime_ppo.tracking.clock import RunClock, run_phases
+from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
 
@@ -42,13 +55,14 @@ _LEXICON_NOTE = (
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read and checked before any device is used. `num_dropped`: prompts left out, by the path of their file."""
+    """What is read and checked before any device is used; `shape` is the actor's. `left_out`: lines that tell which rows of which
+    file are not used."""
 
     tokenizer: TextTokenizer
-    vocab_size: int
-    prompts: JsonlDataSource
+    shape: ModelShape
+    prompts: PromptSource
     eval_sets: tuple[EvalSet, ...]
-    num_dropped: Mapping[str, int]
+    left_out: tuple[str, ...]
     rewards: RewardRunner
     reward_warnings: tuple[str, ...]
     tracker: Tracker
@@ -61,23 +75,27 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
     """
-    clock = RunClock(run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate))
+    phases = run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate)
+    clock = RunClock(phases if config.trains else ROLLOUT_PHASES)
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
             launcher = _launcher(config, launcher_name, world)
             inputs = read_inputs(config, returns_support=launcher.returns_support)
             _open_logs(config)
-            stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *_left_out(config, inputs))
+            if config.generates:
+                stack.enter_context(inputs.rewards).start()
+            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *inputs.left_out)
             stack.enter_context(launcher)
             say(launcher.description)
-            parts = _trainer_parts(config, launcher.start(lambda: clock.where), inputs, clock)
+            roles = launcher.start(lambda: clock.where)
+            loop = _loop(config, roles, inputs, clock)
             _claim_run_folder(config)
-            stack.callback(parts.engine.sync.close)
-            stack.callback(parts.tracker.close)
-            parts.tracker.start(_run_info(config))
-            PpoTrainer(config, parts).run()
+            if roles.engine is not None:
+                stack.callback(roles.engine.sync.close)
+            stack.callback(inputs.tracker.close)
+            inputs.tracker.start(_run_info(config))
+            loop.run()
     except Interrupted as interrupt:
         say(f"stopped by {interrupt} in {clock.where}; the run folder is {config.run.save}")
         return interrupt.exit_code
@@ -111,20 +129,20 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     check_engine_support(config, returns_support=returns_support)
     check_sglang(config)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    paths = config.eval.data_sets if config.eval.eval_interval > 0 else {}
-    eval_sources = {name: _read_prompts(config, tokenizer, path, origin="--eval-prompt-data") for name, path in paths.items()}
+    if config.debug.load_debug_rollout_data is not None:
+        check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor)
+    paths = config.eval_files
+    read = partial(_read_prompts, config, tokenizer, _row_format(config))
+    eval_sources = {name: read(path, origin="--eval-prompt-data") for name, path in paths.items()}
     reward = config.reward
-    prompts = _read_prompts(config, tokenizer, config.data.prompt_data, origin="--prompt-data")
+    prompts = read(config.data.prompt_data, origin="--prompt-data")
     reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
     return RunInputs(
         tokenizer=tokenizer,
-        vocab_size=shapes.actor.vocab_size,
+        shape=shapes.actor,
         prompts=prompts,
         eval_sets=tuple(EvalSet(name, source.prompts) for name, source in eval_sources.items()),
-        num_dropped={
-            config.data.prompt_data: prompts.num_dropped,
-            **{paths[name]: source.num_dropped for name, source in eval_sources.items()},
-        },
+        left_out=tuple(line for source in (prompts, *eval_sources.values()) for line in source.left_out),
         rewards=RewardRunner(
             reward_spec,
             num_workers=reward.reward_num_workers,
@@ -138,26 +156,24 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     )
 
 
-def _read_prompts(config: Config, tokenizer: TextTokenizer, path: str, *, origin: str) -> JsonlDataSource:
+def _row_format(config: Config) -> RowFormat:
+    data, template = config.data, None
+    if data.apply_chat_template:
+        template = load_chat_template(config.model.hf_checkpoint, file=data.chat_template, variables=data.template_variables)
+    return RowFormat(data.input_key, data.label_key, data.tool_key, template)
+
+
+def _read_prompts(config: Config, tokenizer: TextTokenizer, row_format: RowFormat, path: str, *, origin: str) -> PromptSource:
     data = config.data
-    return JsonlDataSource(
+    return PromptSource(
         path,
         tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        max_prompt_len=data.rollout_max_prompt_len,
-        overlong_prompt=data.overlong_prompt,
+        row_format=row_format,
+        policy=RowPolicy(data.rollout_max_prompt_len, data.overlong_prompt, data.broken_row),
         shuffle=data.shuffle,
         seed=config.run.seed,
         origin=origin,
     )
-
-
-def _left_out(config: Config, inputs: RunInputs) -> list[str]:
-    """What --overlong-prompt drop has left out, a line per file."""
-    limit = config.data.rollout_max_prompt_len
-    counts = inputs.num_dropped.items()
-    return [f"{path}: {count} prompts of more than {limit} tokens left out" for path, count in counts if count]
 
 
 def _claim_run_folder(config: Config) -> None:
@@ -198,39 +214,70 @@ def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher
     return RayLauncher(config)
 
 
-def _trainer_parts(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> TrainerParts:
-    tenants: dict[str, Tenant] = {ROLLOUT: RolloutTenant(roles.engine)}
+def _loop(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> PpoTrainer | RolloutOnly:
+    """The loop of the run, with its parts."""
+    tenants: dict[str, Tenant] = {} if roles.engine is None else {ROLLOUT: RolloutTenant(roles.engine.engine)}
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
-    keeper = EngineKeeper(turns, roles.sync, roles.engine, clock, attempts=config.push_attempts)
-    samples = SampleBuilder(
-        engine=roles.engine,
-        tokenizer=inputs.tokenizer,
-        run_seed=config.run.seed,
-        vocab_size=inputs.vocab_size,
-        mask_truncated=config.ppo.truncation_policy == "mask",
-        restore=keeper.restore,
-    )
-    return TrainerParts(
+    rollouts, evaluation = _sources(config, roles, inputs, turns, clock=clock)
+    where = config.debug.save_debug_rollout_data
+    dumps = None if where is None else DumpWriter(where, config.to_yaml(), model_values(inputs.shape))
+    if not config.trains:
+        return RolloutOnly(
+            config, rollouts, inputs.tokenizer, evaluation=evaluation, tracker=inputs.tracker, clock=clock, dumps=dumps
+        )
+    parts = TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
         turns=turns,
-        engine=keeper,
+        rollouts=rollouts,
+        tokenizer=inputs.tokenizer,
+        evaluation=evaluation,
+        tracker=inputs.tracker,
+        clock=clock,
+        dumps=dumps,
+        side_by_side=roles.side_by_side,
+    )
+    return PpoTrainer(config, parts)
+
+
+def _sources(
+    config: Config, roles: RunningRoles, inputs: RunInputs, turns: DeviceTurns, *, clock: RunClock
+) -> tuple[RolloutSource, Evaluation | None]:
+    """What gives the rollouts, and what answers held-out prompts: both by the engine, or files and nothing."""
+    num_prompts = config.rollout.rollout_batch_size
+    if roles.engine is None:
+        return DumpedRollouts(str(config.debug.load_debug_rollout_data), inputs.prompts, num_prompts=num_prompts, clock=clock), None
+    engine, sync = roles.engine.engine, roles.engine.sync
+    keeper = EngineKeeper(turns, sync, engine, clock, attempts=config.push_attempts)
+    samples = SampleBuilder(
+        engine=engine,
+        tokenizer=inputs.tokenizer,
+        run_seed=config.run.seed,
+        vocab_size=inputs.shape.vocab_size,
+        mask_truncated=config.ppo.truncation_policy == "mask",
+        restore=keeper.restore,
+    )
+    rollouts = GeneratedRollouts(
+        keeper=keeper,
         samples=samples,
         rewards=inputs.rewards,
         prompts=inputs.prompts,
-        evaluation=Evaluation.of(
-            config,
-            inputs.eval_sets,
-            samples=samples,
-            rewards=inputs.rewards,
-            tracker=inputs.tracker,
-            check_alive=roles.check_alive,
-        ),
-        tracker=inputs.tracker,
+        sampling=rollout_sampling(config, inputs.tokenizer),
+        num_prompts=num_prompts,
+        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
         clock=clock,
         check_alive=roles.check_alive,
-        side_by_side=roles.side_by_side,
+    )
+    if not inputs.eval_sets:
+        return rollouts, None
+    return rollouts, Evaluation.of(
+        config,
+        inputs.eval_sets,
+        samples=samples,
+        rewards=inputs.rewards,
+        tracker=inputs.tracker,
+        check_alive=roles.check_alive,
     )
 
 
@@ -238,12 +285,16 @@ def _run_info(config: Config) -> RunInfo:
     notes: list[str] = []
     if config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
         notes.append(_LEXICON_NOTE)
+    if not config.generates:
+        notes.append(f"Trains on the rollouts of {config.debug.load_debug_rollout_data}; no engine is started.")
+    if not config.trains:
+        notes.append("Generates with the weights of --hf-checkpoint; nothing is trained.")
     num_critic_only = config.ppo.num_critic_only_steps
-    if num_critic_only > 0:
+    if num_critic_only > 0 and config.has_critic:
         first = "first rollout trains" if num_critic_only == 1 else f"first {num_critic_only} rollouts train"
         notes.append(f"The {first} the critic only, so the reward starts flat.")
     return RunInfo(
-        title=f"PPO of {Path(config.model.hf_checkpoint).name}",
+        title=f"{'PPO' if config.trains else 'Rollouts'} of {Path(config.model.hf_checkpoint).name}",
         run_dir=Path(config.run.save),
         num_rollout=config.run.num_rollout,
         config_yaml=config.to_yaml(),

@@ -10,7 +10,7 @@ are awake, and the critic's value updates run beside the actor's policy updates.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,17 +19,16 @@ import numpy as np
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
-from slime_ppo.data.source import DataSource
+from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.errors import NumericsError, RewardError
 from slime_ppo.evaluation import Evaluation
-from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.parallel.cp_map import CpMap
 from slime_ppo.ppo_utils.kl_controller import AdaptiveKL, FixedKL
 from slime_ppo.ppo_utils.lr_schedule import learning_rate
-from slime_ppo.rewards.runner import RewardRunner
-from slime_ppo.rollout.generate import SampleBuilder, without_aborted
+from slime_ppo.rollout.dump import DumpWriter, TrainingDump
+from slime_ppo.rollout_source import RolloutSource
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
 from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
@@ -47,7 +46,7 @@ from slime_ppo.tracking.rollout_metrics import (
 )
 from slime_ppo.tracking.sample_records import training_records
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import Sample, SamplingParams
+from slime_ppo.types.sample import Sample
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import Step, StepPlan
 
@@ -56,21 +55,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the loop is made of. `critic` is None when the advantage estimator needs none. `evaluation` has
-    no data sets where none is wanted; `check_alive` raises when a process of the run has died, for waits that would not notice;
-    `side_by_side` is None where the roles share devices."""
+    """What the loop is made of. `critic` is None when the advantage estimator needs none, `evaluation` and `dumps`, which keeps
+    rollouts in files, where they are not wanted, `side_by_side` where the roles share devices."""
 
     actor: TrainGroup
     critic: TrainGroup | None
     turns: DeviceTurns
-    engine: EngineKeeper
-    samples: SampleBuilder
-    rewards: RewardRunner
-    prompts: DataSource
-    evaluation: Evaluation
+    rollouts: RolloutSource
+    tokenizer: TextTokenizer
+    evaluation: Evaluation | None
     tracker: Tracker
     clock: RunClock
-    check_alive: Callable[[], None]
+    dumps: DumpWriter | None
     side_by_side: SideBySide | None
 
 
@@ -86,7 +82,7 @@ class PpoTrainer:
 
     def run(self) -> None:
         """All iterations, then the final weights."""
-        self.parts.engine.connect()
+        self.parts.rollouts.connect()
         for rollout_id in range(self.config.run.num_rollout):
             self.iterate(rollout_id)
         if self.config.model.save_hf:
@@ -97,7 +93,7 @@ class PpoTrainer:
         parts, clock, ppo = self.parts, self.parts.clock, self.config.ppo
         clock.start_rollout(rollout_id)
         trains_actor = rollout_id >= ppo.num_critic_only_steps
-        parts.engine.push(self.version)
+        parts.rollouts.use_weights(self.version)
         metrics = self.evaluate(rollout_id) if self._evaluation_due(rollout_id) else {}
         samples = self.collect(rollout_id)
         batch = RolloutBatch.from_samples(rollout_id, samples)
@@ -116,11 +112,15 @@ class PpoTrainer:
             parts.turns.take("critic")
             with clock.phase("values"):
                 handle, advantage_stats = parts.critic.compute_advantages(handle, self.kl.beta)
-        actor_steps, critic_steps = self.train(handle, plan, trains_actor=trains_actor)
+        rates = self._rates(plan, trains_actor=trains_actor)
+        if parts.dumps is not None:
+            training = TrainingDump(parts.actor.fetch(handle), plan, rates, self.kl.beta)
+            parts.dumps.save(rollout_id, samples, training)
+        actor_steps, critic_steps = self.train(handle, plan, rates)
         self.version += any(not is_skipped(step) for step in actor_steps)
 
-        if rollout_id == self.config.run.num_rollout - 1 and parts.evaluation.data_sets:
-            parts.engine.push(self.version)
+        if rollout_id == self.config.run.num_rollout - 1 and parts.evaluation is not None:
+            parts.rollouts.use_weights(self.version)
             metrics = before_training(metrics) | self.evaluate(rollout_id)
         metrics |= batch_metrics(batch) | sample_metrics(samples) | self._pass_metrics(batch)
         metrics |= stage_metrics(log_prob_stats, advantage_stats)
@@ -142,39 +142,27 @@ class PpoTrainer:
             self.parts.critic.save_hf(self.config.role("critic").save_folder)
 
     def collect(self, rollout_id: int) -> list[Sample]:
-        """The rollout's samples with their rewards; bad ones are an error or left out (--on-bad-sample)."""
-        rollout, clock = self.config.rollout, self.parts.clock
-        prompts = self.parts.prompts.next_prompts(rollout.rollout_batch_size)
-        with clock.phase("generate"):
-            answered = self.parts.samples.generate(
-                rollout_id,
-                prompts,
-                self._sampling(),
-                n_samples_per_prompt=rollout.n_samples_per_prompt,
-                purpose="rollout",
-            )
-        trainable = without_aborted(answered, self.version)
-        with clock.phase("reward"):
-            outcome = self.parts.rewards.score(trainable, check=self.parts.check_alive)
-        if not outcome.samples:
-            first = next(iter(outcome.reasons.values()))
-            raise RewardError(f"all {len(trainable)} samples were dropped, nothing to train on; the first reward call {first}")
-        self._check_process_rewards(outcome.samples)
-        return list(outcome.samples)
+        """The rollout's samples with their rewards."""
+        samples = self.parts.rollouts.collect(rollout_id, self.version)
+        if self.parts.dumps is not None:
+            self.parts.dumps.save(rollout_id, samples)
+        self._check_process_rewards(samples)
+        return samples
 
-    def train(self, handle: BatchHandle, plan: StepPlan, *, trains_actor: bool) -> tuple[list[Stats], list[Stats]]:
-        """The planned steps of actor and critic: the critic first on shared devices, both at once on devices of their own."""
+    def train(
+        self, handle: BatchHandle, plan: StepPlan, rates: Mapping[RoleName, Sequence[float]]
+    ) -> tuple[list[Stats], list[Stats]]:
+        """The planned steps of the roles that have learning rates: one role after the other on shared devices, both at once on
+        devices of their own."""
         parts, clock = self.parts, self.parts.clock
-        groups: dict[RoleName, TrainGroup] = {} if parts.critic is None else {"critic": parts.critic}
-        if trains_actor:
-            groups["actor"] = parts.actor
-        rates = {role: self._learning_rates(role, plan) for role in groups}
         steps: dict[RoleName, list[Stats]] = {"actor": [], "critic": []}
-        if parts.side_by_side is not None and len(groups) == 2:
+        if parts.side_by_side is not None and len(rates) == 2:
             with clock.both_train() as ended:
                 steps |= parts.side_by_side.train(handle, plan, rates, ended)
-        else:
-            for role, group in groups.items():
+            return steps["actor"], steps["critic"]
+        groups: dict[RoleName, TrainGroup | None] = {"critic": parts.critic, "actor": parts.actor}
+        for role, group in groups.items():
+            if group is not None and role in rates:
                 parts.turns.take(role)
                 with clock.phase(f"{role} train"):
                     steps[role] = group.train(handle, plan, rates[role])
@@ -182,6 +170,8 @@ class PpoTrainer:
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Answers to the held-out prompts by the engine's present weights, as metrics; some of the answers go to the report."""
+        if self.parts.evaluation is None:
+            return {}
         with self.parts.clock.phase("evaluate"):
             return self.parts.evaluation.run(rollout_id, self.version)
 
@@ -221,6 +211,11 @@ class PpoTrainer:
             )
         return {"train/over_cap_samples": float(num_over)}
 
+    def _rates(self, plan: StepPlan, *, trains_actor: bool) -> dict[RoleName, list[float]]:
+        """The learning rates of the roles that train in this rollout, critic first."""
+        roles: dict[RoleName, bool] = {"critic": self.parts.critic is not None, "actor": trains_actor}
+        return {role: self._learning_rates(role, plan) for role, trains in roles.items() if trains}
+
     def _learning_rates(self, role: RoleName, plan: StepPlan) -> list[float]:
         """The rate of each step, a function of (rollout, planned step): a pass that lost steps to dropped samples leaves those of
         the next pass where they were. The actor's schedule starts after critic-only rollouts."""
@@ -239,23 +234,11 @@ class PpoTrainer:
             for step in plan.steps
         ]
 
-    def _sampling(self) -> SamplingParams:
-        """The rollouts' sampler; evaluation has its own."""
-        rollout = self.config.rollout
-        return SamplingParams(
-            max_new_tokens=rollout.rollout_max_response_len,
-            temperature=rollout.rollout_temperature,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.sampler_top_k,
-            min_p=rollout.rollout_min_p,
-            stop_token_ids=tuple(self.parts.samples.tokenizer.eos_ids),
-        )
-
     def _evaluation_due(self, rollout_id: int) -> bool:
         """Before a rollout whose number is a multiple of the interval. The last one is evaluated after its updates instead, the
         only one before and after."""
         after_only = 0 < rollout_id == self.config.run.num_rollout - 1
-        return bool(self.parts.evaluation.data_sets) and not after_only and rollout_id % self.config.eval.eval_interval == 0
+        return self.parts.evaluation is not None and not after_only and rollout_id % self.config.eval.eval_interval == 0
 
     def _pass_metrics(self, batch: RolloutBatch) -> dict[str, float]:
         copies, threshold = self.config.rollout.n_samples_per_prompt, self.config.reward.pass_threshold
@@ -279,7 +262,7 @@ class PpoTrainer:
         limit = self.config.rollout.max_logprob_gap
         measured = [stats.maxima[name] for name in ("logprob_gap_max", "logprob_gap_full_max") if name in stats.maxima]
         if measured and 0 < limit < max(measured):
-            tokens = worst_tokens(samples, self.parts.actor.fetch(handle), self.parts.samples.tokenizer.token_strings)
+            tokens = worst_tokens(samples, self.parts.actor.fetch(handle), self.parts.tokenizer.token_strings)
             dumped = dump_tokens(Path(self.config.run.save) / "logs" / "logprob_gap.jsonl", tokens)
             raise NumericsError(
                 f"engine and trainer differ by {max(measured):.3g} in a token's log-prob, more than --max-logprob-gap {limit:g}: "
@@ -331,7 +314,7 @@ class PpoTrainer:
         if tracking.num_logged_samples and (last or rollout_id % tracking.log_sample_interval == 0):
             shown = samples[: tracking.num_logged_samples]
             batch = parts.actor.fetch(handle).select(range(len(shown)))
-            parts.tracker.log_table(rollout_id, training_records(shown, batch, parts.samples.tokenizer.token_strings))
+            parts.tracker.log_table(rollout_id, training_records(shown, batch, parts.tokenizer.token_strings))
         phrases = common_phrases([sample.response_text for sample in samples])
         phases = parts.clock.phases()
         num_tokens = sum(len(s.prompt.token_ids) + len(s.response_ids) for s in samples)

@@ -13,7 +13,7 @@ from slime_ppo.rollout.sglang.engine import SGLangEngine
 from slime_ppo.rollout.sglang.server import LocalServer
 from tests.helpers.layout_table import LAYOUT_ROWS, write_table
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.sglang_servers import tiny_engine, tiny_server
+from tests.helpers.sglang_servers import KEY, external, tiny_engine, tiny_server
 from tests.helpers.tiny_llama import make_tiny_llama
 
 
@@ -38,22 +38,25 @@ def rank_pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two tiny Llamas of one shape with different weights; the first one is what `sglang_server` has loaded."""
+    """Two tiny Llamas of one shape, untied, with different weights; the first one is what `sglang_server` has loaded."""
     root = tmp_path_factory.mktemp("tiny")
-    return make_tiny_llama(root / "a", seed=0), make_tiny_llama(root / "b", seed=1)
+    return make_tiny_llama(root / "a", tie=False, seed=0), make_tiny_llama(root / "b", tie=False, seed=1)
 
 
 @pytest.fixture(scope="session")
 def sglang_server(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """The one server of a test run with one rank and deterministic inference. A test may push to it and pause it, and leaves it
-    awake; one that ends it starts it again."""
-    server = tiny_server(tiny_folders[0], tmp_path_factory.mktemp("sglang") / "server.log", deterministic=True)
+    """The one server of a test run with one rank, deterministic inference and a key. A test may push to it and pause it, and
+    leaves it awake; one may kill it: whoever uses it calls `start`, as engines do, which brings it back at another address."""
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    server = tiny_server(tiny_folders[0], log, deterministic=True, api_key=KEY)
     server.start()
     yield server
     server.stop()
 
 
-@pytest.fixture(scope="session")
-def sglang_engine(sglang_server: LocalServer, tiny_folders: tuple[Path, Path]) -> SGLangEngine:
-    """An engine on `sglang_server`; it is not closed, the server has its own end."""
-    return tiny_engine([sglang_server], tiny_folders[0], deterministic=True)
+@pytest.fixture(scope="module")
+def sglang_engine(sglang_server: LocalServer, tiny_folders: tuple[Path, Path]) -> Iterator[SGLangEngine]:
+    """An engine on `sglang_server`, where it is now."""
+    engine = tiny_engine([external(sglang_server)], tiny_folders[0], deterministic=True)
+    yield engine
+    engine.close()

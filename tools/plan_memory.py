@@ -154,7 +154,8 @@ def _run_text(config: Config, shapes: Mapping[RoleName, ModelShape]) -> str:
 
 
 def _shapes(config: Config) -> dict[RoleName, ModelShape]:
-    folders = {role: Path(config.role(role).hf_folder) for role in config.roles}
+    roles: set[RoleName] = {"actor", *config.roles}
+    folders = {role: Path(config.role(role).hf_folder) for role in sorted(roles)}
     return {role: ModelShape.from_hf_folder(path.parent if path.is_file() else path) for role, path in folders.items()}
 
 

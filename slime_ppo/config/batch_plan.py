@@ -5,7 +5,7 @@ from slime_ppo.config.root import Config
 
 def batch_plan_text(config: Config) -> str:
     """One line per word: its number, its unit, what follows from it."""
-    rows = [*_rollout_rows(config), *_step_rows(config)]
+    rows = [*_rollout_rows(config), *(_step_rows(config) if config.trains else [])]
     name_width = max(len(name) for name, _, _ in rows)
     number_width = max(len(number) for _, number, _ in rows)
     return "\n".join(f"{name:<{name_width}}  {number:>{number_width}}  {meaning}" for name, number, meaning in rows) + "\n"

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from slime_ppo.config.algorithm_checks import check_algorithm
 from slime_ppo.config.checked import Checked, cite_restrictions
+from slime_ppo.config.data_checks import check_data
+from slime_ppo.config.debug_checks import check_debug
 from slime_ppo.config.engine_checks import check_engine
 from slime_ppo.config.execution_checks import check_execution, check_execution_of_model
 from slime_ppo.config.fields import shown
@@ -32,7 +34,9 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
     checked = Checked(config, {} if origins is None else origins, config.values())
     for check in (
         _check_bounds,
+        check_debug,
         check_algorithm,
+        check_data,
         check_reward,
         _check_sampler,
         check_engine,
@@ -67,8 +71,9 @@ def check_engine_support(config: Config, *, returns_support: bool) -> None:
 
 def check_model_shape(config: Config, shape: ModelShape, role: RoleName = "actor") -> None:
     """Refuse parallel sizes or a length that the role's model does not allow. Raises ConfigError."""
-    check_layout_of_model(config.role(role), shape)
-    check_execution_of_model(config, config.role(role), shape)
+    if config.trains:
+        check_layout_of_model(config.role(role), shape)
+        check_execution_of_model(config, config.role(role), shape)
     if config.model.moe_aux_loss_coeff > 0 and shape.moe is None:
         raise ConfigError(
             f"--moe-aux-loss-coeff {config.model.moe_aux_loss_coeff} balances experts, but {config.role(role).hf_folder} of the "
@@ -150,6 +155,8 @@ def _check_transformer_impl(checked: Checked) -> None:
 
 def _check_batch(checked: Checked) -> None:
     config = checked.config
+    if not config.trains:
+        return
     samples, batch = config.samples_per_rollout, config.batch.global_batch_size
     shards = math.lcm(*(config.role(role).dp_size for role in config.roles))
     works = [size for size in range(shards, samples + 1, shards) if not samples % size]
@@ -235,10 +242,6 @@ def _check_weight_bucket(checked: Checked) -> None:
 
 def _check_eval(checked: Checked) -> None:
     settings = checked.config.eval
-    try:
-        _ = settings.data_sets
-    except ValueError as error:
-        raise ConfigError(f"{checked.cite('eval.eval_prompt_data')}: {error}") from error
     if settings.eval_n_samples_per_prompt > 1 and settings.eval_temperature == 0:
         raise ConfigError(
             f"{checked.cite('eval.eval_n_samples_per_prompt')} with {checked.cite('eval.eval_temperature')}: greedy answers to one "

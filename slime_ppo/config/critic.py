@@ -4,6 +4,7 @@ In YAML the keys carry no prefix (`critic: {lr: 1e-3}`); the flags do (`--critic
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slime_ppo.config.fields import option
 
@@ -24,11 +25,24 @@ class CriticConfig:
     load: str | None = option(
         None,
         flag="--critic-load",
-        help="local Hugging Face folder of the critic; without a score.weight in it the value head starts at zero",
+        help="local folder of the critic's first weights: a policy, critic or reward model in Hugging Face's format, or a "
+        "torch_dist checkpoint (weights only)",
         default_text="same as --hf-checkpoint",
     )
+    init_value_head: Literal["zeros", "normal"] | None = option(
+        None,
+        flag="--init-value-head",
+        help="how the value head starts where the critic's folder holds none",
+        default_text="a folder without a value head is refused",
+    )
+    init_value_head_std: float = option(
+        0.01, flag="--init-value-head-std", help="standard deviation of a head that starts normal", above=0
+    )
     save: str | None = option(
-        None, flag="--critic-save", help="folder of the critic's weights; never the actor's", default_text="<save>/critic"
+        None,
+        flag="--critic-save",
+        help="folder of the critic's checkpoints, and of its final weights in hf/; never the actor's",
+        default_text="<save>/critic",
     )
     num_nodes: int | None = option(
         None,

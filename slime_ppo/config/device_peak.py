@@ -29,16 +29,16 @@ class DevicePlan:
 
 
 def device_plan(config: Config, shapes: Mapping[RoleName, ModelShape]) -> DevicePlan:
-    """`shapes` of every role in `config.roles`."""
+    """`shapes` of the actor, from which the engine starts, and of every other role in `config.roles`."""
     roles = {role: role_memory(config, shapes[role], role) for role in config.roles}
     weights, cache = _engine_needs(config, shapes["actor"])
     phases = {f"{role} trains": one.total for role, one in roles.items()}
-    if config.cluster.colocate and not config.offloads:
+    if roles and config.cluster.colocate and not config.offloads:
         stays = weights + cache + sum(one.resident.total for one in roles.values())
         phases = {f"{role} trains, all are awake": stays + one.activations + one.logits for role, one in roles.items()}
     else:
         phases["rollout"] = weights + cache
-        if config.offloads:
+        if roles and config.offloads:
             phases["weights go to the engine"] = roles["actor"].resident.params + weights
     phase = max(phases, key=lambda name: phases[name])
     return DevicePlan(roles, weights + cache, phases[phase], phase)
@@ -46,8 +46,9 @@ def device_plan(config: Config, shapes: Mapping[RoleName, ModelShape]) -> Device
 
 def _engine_needs(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Weights and the least KV cache of a process of the engine; nothing on our devices where others run the servers."""
-    if config.rollout.engine == "embedded":
-        return engine_memory(config, shape)
-    if not config.engine_bundles:
+    embedded = config.rollout.engine == "embedded"
+    if not config.generates or not (embedded or config.engine_bundles):
         return 0, 0
+    if embedded:
+        return engine_memory(config, shape)
     return engine_memory(config, shape)[0], kv_cache(config, shape, 1)

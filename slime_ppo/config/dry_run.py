@@ -13,6 +13,7 @@ from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import Config
 
+_NO_ENGINE = "rollout engine: none, rollouts are read from files (--debug-train-only)"
 _MEMORY_COLUMNS = ("params", "grads", "main params", "moments", "activations", "logits", "total", "host copies")
 
 
@@ -57,7 +58,7 @@ def placement_text(config: Config, launcher: LauncherName) -> str:
     """The ranks of each role and how tenants use the devices; then a line per bundle, or without Ray per process."""
     roles = [config.role(role) for role in config.roles]
     head = [f"{one.role}: {one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} = {_sizes(one)}" for one in roles]
-    head.append(f"rollout engine: {_engine_text(config)}; {_sharing(config)}")
+    head.append(f"rollout engine: {_engine_text(config)}; {_sharing(config)}" if config.generates else _NO_ENGINE)
     device = {"cuda": "1 CPU + 1 GPU", "cpu": "1 CPU", "auto": "1 CPU, + 1 GPU if there is one"}[config.cluster.device]
     place = "bundle" if launcher == "ray" else "process"
     lines = [f"{place} {index} ({device}): {', '.join(tenants)}" for index, tenants in enumerate(bundle_tenants(config))]
@@ -77,6 +78,8 @@ def _engine_text(config: Config) -> str:
 
 def _sharing(config: Config) -> str:
     """Who uses the devices when."""
+    if not config.trains:
+        return "nothing else (--debug-rollout-only)"
     if not config.cluster.colocate:
         return "each has devices of its own" + (", critic and actor train side by side" if config.has_critic else "")
     if config.rollout.engine == "sglang" and not config.engine_bundles:
@@ -102,7 +105,7 @@ def memory_text(config: Config, shapes: Mapping[RoleName, ModelShape]) -> str:
             kept = one.resident
             parts = (kept.params, kept.grads, kept.main_params, kept.moments, one.activations, one.logits, one.total, one.host)
             rows.append((role + label, *map(size_text, parts)))
-    if config.rollout.engine == "embedded" or config.engine_bundles:
+    if config.generates and (config.rollout.engine == "embedded" or config.engine_bundles):
         weights, cache = engine_memory(config, shapes["actor"])
         rows.append(("rollout", size_text(weights), "", "", "", f"{size_text(cache)} (KV)", "", size_text(weights + cache), ""))
     table = aligned(rows)

@@ -19,7 +19,8 @@ def check_engine(checked: Checked) -> None:
     _check_engine_sizes(checked)
     _check_servers(checked)
     _check_seeds_and_supports(checked)
-    _check_weight_sync(checked)
+    if checked.config.trains and checked.config.generates:
+        _check_weight_sync(checked)
 
 
 def _check_embedded(checked: Checked) -> None:

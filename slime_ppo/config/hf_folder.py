@@ -15,7 +15,7 @@ SINGLE_FILE = "model.safetensors"
 # what a folder needs besides weights to be loaded again
 COMPANION_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
+    "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 _EXPORTED = ("config.json", INDEX_FILE, SINGLE_FILE, *COMPANION_FILES)
 _NUMBERED_FILE = re.compile(r"model-\d{5}\.safetensors")

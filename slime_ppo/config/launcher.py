@@ -56,6 +56,13 @@ def launcher_text(launcher: LauncherName, place: RankPlace) -> str:
 
 
 def _check_local_ranks(config: Config, place: RankPlace) -> None:
+    if not config.trains:
+        if place.world_size > 1:
+            raise ConfigError(
+                f"--debug-rollout-only in {place.world_size} processes of torchrun: it starts no ranks, and one process generates. "
+                "Start the script without torchrun"
+            )
+        return
     if not config.cluster.colocate:
         raise ConfigError(
             "--no-colocate without Ray: actor, critic and rollout engine live in the same processes there and share their devices. "

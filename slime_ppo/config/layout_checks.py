@@ -12,6 +12,8 @@ from slime_ppo.errors import ConfigError
 
 def check_layout(checked: Checked) -> None:
     """Refuse sizes that do not split the ranks of a role, whatever its model. Raises ConfigError."""
+    if not checked.config.trains:
+        return
     for role in checked.config.roles:
         _check_ranks(checked.config.role(role))
     parallel = checked.config.parallel

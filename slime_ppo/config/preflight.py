@@ -7,8 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from slime_ppo.config.checks import check_model_shape
+from slime_ppo.config.critic_start import CriticStart
+from slime_ppo.config.data import DataConfig
+from slime_ppo.config.debug import rollout_file
+from slime_ppo.config.debug_checks import check_rollout_files_free
 from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.config.root import Config
 from slime_ppo.errors import CheckpointError, ConfigError
 
@@ -33,12 +38,15 @@ def preflight(config: Config) -> RunShapes:
     Raises ConfigError for everything, also for a model folder that cannot be read: no device was used yet.
     """
     check_files(config)
+    start = CriticStart.of(config.role("critic").hf_folder) if config.has_critic else None
     try:
         actor = ModelShape.from_hf_folder(config.model.hf_checkpoint)
         reference = ModelShape.from_hf_folder(config.model.ref_folder)
-        critic = ModelShape.from_hf_folder(config.role("critic").hf_folder) if config.has_critic else None
-        for folder in {config.model.ref_folder, *(config.role(role).hf_folder for role in config.roles)}:
+        critic = ModelShape.from_hf_folder(start.hf_folder) if start is not None else None
+        own = {str(start.hf_folder)} if start is not None and start.checkpoint is None else set()
+        for folder in {config.model.ref_folder, config.model.hf_checkpoint} | own:
             check_weight_files(Path(folder))
+        brings_head = start is not None and start.holds_head()
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     check_model_shape(config, actor, "actor")
@@ -46,7 +54,18 @@ def preflight(config: Config) -> RunShapes:
     if critic is not None:
         check_model_shape(config, critic, "critic")
         _check_same(actor, critic, ("vocab_size",), f"--critic-load {config.role('critic').hf_folder}", config.model.hf_checkpoint)
+        if not brings_head and config.critic.init_value_head is None:
+            _refuse_headless(config)
     return RunShapes(actor, critic)
+
+
+def _refuse_headless(config: Config) -> None:
+    flag = "--hf-checkpoint" if config.critic.load is None else "--critic-load"
+    raise ConfigError(
+        f"the critic starts from {flag} {config.role('critic').hf_folder}, which holds no value head (score.weight). Say how the "
+        "head starts (--init-value-head zeros or normal), or give a critic or reward model (...ForSequenceClassification) by "
+        "--critic-load"
+    )
 
 
 def check_files(config: Config) -> None:
@@ -58,17 +77,21 @@ def check_files(config: Config) -> None:
     _check_model_folder("--hf-checkpoint", config.model.hf_checkpoint)
     _check_model_folder("--ref-load", config.model.ref_folder)
     if config.has_critic:
-        _check_model_folder("--critic-load", config.role("critic").hf_folder)
+        _check_critic_folder(config.role("critic").hf_folder)
     _check_prompt_file("--prompt-data", config.data.prompt_data)
-    for path in config.eval.data_sets.values() if config.eval.eval_interval > 0 else ():
+    for path in config.eval_files.values():
         _check_prompt_file("--eval-prompt-data", path)
+    _check_chat_template(config.data)
     _check_folders_apart(config)
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
+    if config.debug.save_debug_rollout_data is not None:
+        check_rollout_files_free(config)
+        _check_writable("--save-debug-rollout-data", str(rollout_file(config.debug.save_debug_rollout_data, 0).parent))
     if config.rollout.weight_sync == "disk":
         _check_writable("--weight-sync-folder", config.weight_sync_folder)
     if config.has_critic:
-        _check_writable("--critic-save", config.role("critic").save_folder)
+        _check_writable("--critic-save", config.role("critic").checkpoint_folder)
 
 
 def _check_same(left: ModelShape, right: ModelShape, names: tuple[str, ...], flag: str, actor_folder: str) -> None:
@@ -94,31 +117,55 @@ def _check_model_folder(flag: str, path: str) -> None:
         raise ConfigError(f"{flag} {path}: has no .safetensors file, expected the model's weights; found {_listing(names)}")
 
 
+def _check_critic_folder(path: str) -> None:
+    try:
+        start = CriticStart.of(path)
+    except CheckpointError as error:
+        raise ConfigError(f"--critic-load {path}: {error}") from error
+    if start.checkpoint is None:
+        _check_model_folder("--critic-load", path)
+
+
 def _listing(names: list[str]) -> str:
     return ", ".join(sorted(names)[:8]) or "an empty folder"
 
 
 def _check_prompt_file(flag: str, path: str) -> None:
-    if not os.path.isfile(path):
+    file = PromptPath.parse(path).file
+    if not os.path.isfile(file):
         raise ConfigError(
-            f"{flag} {path}: {'is a folder' if os.path.isdir(path) else 'no such file'}, expected a JSON Lines file with one "
-            "prompt a line. Paths are relative to the current directory"
+            f"{flag} {path}: {_no_file(file)}, expected a JSON Lines file with one prompt a line, or a parquet file. Paths are "
+            "relative to the current directory"
         )
 
 
+def _check_chat_template(data: DataConfig) -> None:
+    if data.apply_chat_template and data.chat_template is not None and not os.path.isfile(data.chat_template):
+        raise ConfigError(
+            f"--chat-template {data.chat_template}: {_no_file(data.chat_template)}, expected a Jinja template. Paths are relative "
+            "to the current directory"
+        )
+
+
+def _no_file(path: str) -> str:
+    return "is a folder" if os.path.isdir(path) else "no such file"
+
+
 def _check_folders_apart(config: Config) -> None:
-    """The run folder is no input, and the two folders that are replaced as a whole hold nothing that must stay."""
+    """The run folder is no input, the critic's folder is its own, and those that are replaced as a whole hold nothing that must
+    stay."""
     run, inputs = os.path.realpath(config.run.save), _inputs(config)
     _check_not_above("--save", run, {flag: path for flag, path in inputs.items() if os.path.realpath(path) == run})
     hf = os.path.realpath(config.role("actor").save_folder)
-    replaced = {"--save (its hf folder)": hf}
+    own, replaced = {"--save (its hf folder)": hf}, {"--save (its hf folder)": hf}
     if config.has_critic:
         taken = (hf, *map(str, staging_folders(Path(hf))), *(os.path.join(run, name) for name in _RUN_FOLDERS))
-        replaced["--critic-save"] = _critic_folder(config.role("critic").save_folder, taken)
-    for flag, folder in replaced.items():
+        own["--critic-save"] = _critic_folder(config.role("critic").checkpoint_folder, taken)
+        replaced["--critic-save (its hf folder)"] = os.path.realpath(config.role("critic").save_folder)
+    for flag, folder in own.items():
         _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
-        if config.model.save_hf:
-            _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite)
+    for flag, folder in replaced.items() if config.model.save_hf else ():
+        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite)
 
 
 def _critic_folder(folder: str, taken: Iterable[str]) -> str:
@@ -138,11 +185,13 @@ def _inputs(config: Config) -> dict[str, str]:
     paths = {
         "--hf-checkpoint": config.model.hf_checkpoint,
         "--ref-load": config.model.ref_folder,
-        "--prompt-data": config.data.prompt_data,
+        "--prompt-data": PromptPath.parse(config.data.prompt_data).file,
     }
     if config.has_critic:
         paths["--critic-load"] = config.role("critic").hf_folder
-    return paths | {f"--eval-prompt-data, {name}": path for name, path in config.eval.data_sets.items()}
+    if config.data.chat_template is not None:
+        paths["--chat-template"] = config.data.chat_template
+    return paths | {f"--eval-prompt-data, {name}": PromptPath.parse(path).file for name, path in config.eval.data_sets.items()}
 
 
 def _check_not_above(flag: str, folder: str, kept: Mapping[str, str]) -> None:

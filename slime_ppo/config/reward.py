@@ -17,8 +17,8 @@ class RewardConfig:
 
     rm_type: str | None = option(
         "vader",
-        help="name of a built-in reward: vader, remote (your HTTP server) or reward_model (a classification model on an SGLang "
-        "server); not used when --custom-rm-path is given",
+        help="name of a built-in reward: math (the answer agrees with the label), vader, remote (your HTTP server) or reward_model "
+        "(a classification model on an SGLang server); not used when --custom-rm-path is given",
     )
     rm_url: str | None = option(
         None,
@@ -28,7 +28,7 @@ class RewardConfig:
     rm_input: Literal["ids", "text"] = option(
         "ids",
         help="what a reward model scores: ids, the policy's own tokens, for a model with the policy's tokenizer (checked); text, "
-        "prompt and response without special tokens, which the server tokenizes in its own way",
+        "the prompt as the policy reads it and the response without special tokens, which the server tokenizes in its own way",
     )
     rm_timeout_s: float | None = option(
         None,

@@ -9,12 +9,18 @@ _EXAMPLE = "http://127.0.0.1:30000"
 
 
 def check_reward(checked: Checked) -> None:
-    """Refuse a run without a reward, and a server's reward whose address or time limit cannot be. Raises ConfigError."""
+    """Refuse a run without a reward, answers without labels to compare with, and a server's reward whose address or time limit
+    cannot be. Raises ConfigError."""
     reward = checked.config.reward
     if reward.rm_type is None and reward.custom_rm_path is None:
         raise ConfigError(
             f"no reward: {checked.cite('reward.rm_type')} and no --custom-rm-path. Name a built-in reward, or give your own as "
             "--custom-rm-path package.module.function"
+        )
+    if reward.rm_type == "math" and reward.custom_rm_path is None and checked.config.data.label_key is None:
+        raise ConfigError(
+            f"{checked.cite('reward.rm_type')} compares answers with labels, but {checked.cite('data.label_key')}. Name the key of "
+            "the right answer: answer in GSM8K's files"
         )
     if reward.served_by is None:
         return

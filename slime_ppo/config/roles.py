@@ -11,10 +11,12 @@ ROLE_NAMES: tuple[RoleName, ...] = ("actor", "critic")
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """One role. Sizes are those of ParallelLayout; LR counts are optimizer steps of this role."""
+    """One role. Sizes are those of ParallelLayout; LR counts are optimizer steps of this role. `checkpoint_folder` takes the role's
+    checkpoints, `save_folder` its final weights as a Hugging Face folder."""
 
     role: RoleName
     hf_folder: str
+    checkpoint_folder: str
     save_folder: str
     num_nodes: int
     num_ranks_per_node: int

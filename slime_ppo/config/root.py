@@ -10,6 +10,7 @@ from slime_ppo.config.cluster import ClusterConfig
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.critic import CriticConfig
 from slime_ppo.config.data import DataConfig
+from slime_ppo.config.debug import DebugConfig
 from slime_ppo.config.eval import EvalConfig
 from slime_ppo.config.fields import OptionSpec, Value, section_options, yaml_text
 from slime_ppo.config.model import ModelConfig
@@ -50,16 +51,27 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def trains(self) -> bool:
+        """False when rollouts are generated only (--debug-rollout-only): no role is started."""
+        return not self.debug.debug_rollout_only
+
+    @property
+    def generates(self) -> bool:
+        """False when rollouts come from files (--debug-train-only): no engine is started, and nothing is evaluated."""
+        return not self.debug.debug_train_only
 
     @property
     def has_critic(self) -> bool:
         """True when the advantage estimator reads values; otherwise nothing of a critic is started, checked or saved."""
-        return self.ppo.needs_critic
+        return self.ppo.needs_critic and self.trains
 
     @property
     def roles(self) -> tuple[RoleName, ...]:
         """The trained roles of this run."""
-        return ROLE_NAMES if self.has_critic else ("actor",)
+        return () if not self.trains else ROLE_NAMES if self.has_critic else ("actor",)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -99,8 +111,10 @@ class Config:
     @property
     def num_rollout_devices(self) -> int:
         """Devices of the rollout engines, default resolved: one for the embedded engine, none for servers that others have
-        started."""
+        started, or where nothing is generated."""
         rollout = self.rollout
+        if not self.generates:
+            return 0
         if rollout.engine == "embedded":
             return 1
         if self.sglang.server_urls is not None:
@@ -108,13 +122,13 @@ class Config:
         if rollout.rollout_num_gpus is not None:
             return rollout.rollout_num_gpus
         per_engine = rollout.rollout_num_gpus_per_engine
-        shared = max(self.role(role).num_ranks for role in self.roles) if self.cluster.colocate else per_engine
+        shared = max(self.role(role).num_ranks for role in self.roles) if self.cluster.colocate and self.roles else per_engine
         return max(shared - shared % per_engine, per_engine)
 
     @property
     def engine_bundles(self) -> list[range]:
         """The bundles of each SGLang engine that the run starts."""
-        if self.rollout.engine == "embedded" or self.sglang.server_urls is not None:
+        if not self.generates or self.rollout.engine == "embedded" or self.sglang.server_urls is not None:
             return []
         places, size = self.bundles["rollout"], self.rollout.rollout_num_gpus_per_engine
         return [range(first, first + size) for first in places[::size]]
@@ -122,7 +136,8 @@ class Config:
     @property
     def engine_shares_devices(self) -> bool:
         """True when SGLang's servers, started by the run, are on the devices of the roles."""
-        return self.rollout.engine == "sglang" and self.cluster.colocate and self.sglang.server_urls is None
+        shares = self.cluster.colocate and self.trains and self.generates
+        return shares and self.rollout.engine == "sglang" and self.sglang.server_urls is None
 
     @property
     def weight_sync_folder(self) -> str:
@@ -143,7 +158,12 @@ class Config:
     @property
     def offloads(self) -> bool:
         """True when a tenant frees its device for the next one."""
-        return self.cluster.colocate and self.cluster.offload
+        return self.cluster.colocate and self.cluster.offload and self.trains
+
+    @property
+    def eval_files(self) -> dict[str, str]:
+        """Name -> prompt file of the data sets that this run evaluates."""
+        return self.eval.data_sets if self.eval.eval_interval > 0 and self.generates else {}
 
     @property
     def eval_max_response_len(self) -> int:
@@ -196,10 +216,12 @@ def _first(*given: Number | None) -> Number:
 
 
 def _actor(config: Config) -> RoleSettings:
+    run_folder = config.run.save.rstrip("/")
     return RoleSettings(
         role="actor",
         hf_folder=config.model.hf_checkpoint,
-        save_folder=f"{config.run.save.rstrip('/')}/hf",
+        checkpoint_folder=f"{run_folder}/actor",
+        save_folder=f"{run_folder}/hf",
         num_nodes=config.parallel.actor_num_nodes,
         num_ranks_per_node=config.parallel.actor_num_gpus_per_node,
         tp_size=config.parallel.tensor_model_parallel_size,
@@ -217,11 +239,13 @@ def _actor(config: Config) -> RoleSettings:
 
 def _critic(config: Config) -> RoleSettings:
     critic, actor = config.critic, _actor(config)
+    folder = f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save
     tp_size = _first(critic.tensor_model_parallel_size, actor.tp_size)
     return RoleSettings(
         role="critic",
         hf_folder=actor.hf_folder if critic.load is None else critic.load,
-        save_folder=f"{config.run.save.rstrip('/')}/critic" if critic.save is None else critic.save,
+        checkpoint_folder=folder,
+        save_folder=f"{folder.rstrip('/')}/hf",
         num_nodes=_first(critic.num_nodes, actor.num_nodes),
         num_ranks_per_node=_first(critic.num_gpus_per_node, actor.num_ranks_per_node),
         tp_size=tp_size,

@@ -10,12 +10,17 @@ _REFERENCE = "--kl-coef above 0 or --use-kl-loss"
 
 
 def unused_options(config: Config) -> Iterator[tuple[str, str]]:
-    """(option, what it needs) for features that are off."""
+    """(option, what it needs) for features that are off. Half of a run leaves half of the options without use: none is named."""
+    if not (config.trains and config.generates):
+        return
     yield from _of_the_estimator(config)
     yield from _of_the_losses(config)
     yield from _of_the_correction(config)
     yield from _of_the_evaluation(config)
     yield from _of_the_reward(config)
+    if not config.data.apply_chat_template:
+        for name in ("chat_template", "apply_chat_template_kwargs", "tool_key"):
+            yield f"data.{name}", "--apply-chat-template"
     if config.batch.use_dynamic_batch_size:
         yield "batch.micro_batch_size", "micro-batches of so many samples (--no-use-dynamic-batch-size)"
     if not config.cluster.colocate:
@@ -49,6 +54,8 @@ def _of_the_estimator(config: Config) -> Iterator[tuple[str, str]]:
             yield "ppo.adaptive_lambd", needed
             if not ppo.estimator_spec.uses_token_rewards:
                 yield "ppo.gamma", "an --advantage-estimator that reads token rewards (gae, reinforce_plus_plus)"
+    elif config.critic.init_value_head != "normal":
+        yield "critic.init_value_head_std", "--init-value-head normal"
     if ppo.advantage_estimator in ADVANTAGE_ESTIMATORS.entries and ppo.advantage_estimator != "grpo":
         yield "ppo.grpo_std_normalization", "--advantage-estimator grpo"
     if not ppo.estimator_spec.uses_groups:

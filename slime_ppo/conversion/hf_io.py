@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from slime_ppo.config.hf_folder import (
     read_weight_map,
     staging_folders,
 )
+from slime_ppo.conversion.safetensors_stream import PlannedTensor, write_safetensors
 from slime_ppo.errors import CheckpointError
 
 
@@ -96,6 +97,16 @@ class HfWriter:
         self._weight_map |= dict.fromkeys(tensors, name)
         self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
+    def stream(
+        self, planned: Mapping[str, PlannedTensor], make: Callable[[str], torch.Tensor], progress: Callable[[int], None]
+    ) -> None:
+        """Add one file with these tensors, each made when its turn comes. Raises CheckpointError when it can't be written."""
+        self._num_files += 1
+        name = part_file(self._num_files)
+        write_safetensors(self.partial / name, planned, make, progress)
+        self._weight_map |= dict.fromkeys(planned, name)
+        self._total_bytes += sum(plan.num_bytes for plan in planned.values())
+
     def discard(self) -> None:
         """Remove what was written."""
         _remove_export(self.partial)
@@ -107,17 +118,22 @@ class HfWriter:
         else:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
             (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
-        config = json.loads((self._source / "config.json").read_text(encoding="utf-8")) | dict(self._config_changes)
-        (self.partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-        for file in COMPANION_FILES:
-            if (self._source / file).is_file():
-                shutil.copy2(self._source / file, self.partial / file)
+        write_companions(self.partial, source=self._source, config_changes=self._config_changes)
         check_replaceable(self.target)
         if self.target.exists():
             _remove_export(self._replaced)
             self.target.rename(self._replaced)
         self.partial.rename(self.target)
         _remove_export(self._replaced)
+
+
+def write_companions(target: Path, *, source: Path, config_changes: Mapping[str, object]) -> None:
+    """What weights need to be understood: the config.json of the folder `source`, changed, and its tokenizer files."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    for file in COMPANION_FILES:
+        if (source / file).is_file():
+            shutil.copy2(source / file, target / file)
 
 
 def _remove_export(folder: Path) -> None:

@@ -13,7 +13,7 @@ from slime_ppo.errors import ConversionError
 Head = Literal["language_model", "value"]
 
 # transformer-engine makes a norm and the linear after it one module; the families' tables name them as two
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -25,9 +25,16 @@ class ConversionTable:
     def __init__(self, shape: ModelShape, head: Head) -> None:
         self.family = FAMILIES[shape.model_type]
         self.rules = _expand(self.family, shape, head)
-        self._derived = {name.format(layer=layer) for name in self.family.derived for layer in range(shape.num_layers)}
+        self.derived = {name.format(layer=layer) for name in self.family.derived for layer in range(shape.num_layers)}
         self.shape = shape
         self.head = head
+
+    @property
+    def config_changes(self) -> dict[str, object]:
+        """What a saved folder's config.json must say differently from the folder the model came from."""
+        if self.head == "language_model":
+            return {}
+        return {"architectures": [self.family.value_architecture], "num_labels": 1}
 
     def rule(self, megatron_name: str, first_layer: int, first_expert: int = 0) -> Rule:
         """The rule of a parameter by its local name; `first_layer` is the global number of the chunk's layer 0, `first_expert`
@@ -45,7 +52,7 @@ class ConversionTable:
         found = set(present)
         needed = {name for rule in self.rules.values() for name in rule.hf}
         missing = sorted(needed - found - optional)
-        unused = sorted(found - needed - optional - self._derived)
+        unused = sorted(found - needed - optional - self.derived)
         if missing or unused:
             raise ConversionError(
                 f"{source} does not fit the {self.shape.model_type} table: "
@@ -77,6 +84,6 @@ def _global_name(local_name: str, first_layer: int, first_expert: int) -> str:
     matched = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local_name)
     if matched is None:
         return local_name
-    layer, parameter = int(matched[1]) + first_layer, _FUSED_NORMS.get(matched[2], matched[2])
+    layer, parameter = int(matched[1]) + first_layer, FUSED_NORMS.get(matched[2], matched[2])
     parameter = re.sub(r"(?<=local_experts\.)\d+", lambda expert: str(int(expert[0]) + first_expert), parameter)
     return f"decoder.layers.{layer}.{parameter}"

@@ -1,18 +1,23 @@
-"""Prompts from a JSONL file: read and checked once at the start, then drawn without end in an order that can be resumed."""
+"""Prompts from a file: read and checked once at the start, then drawn without end in an order that can be resumed."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, Protocol
 
 import numpy as np
 
+from slime_ppo.config.prompt_path import PromptPath
+from slime_ppo.data.row_format import PromptRow, RowFormat
+from slime_ppo.data.rows import BrokenRow, read_rows
 from slime_ppo.data.seeding import derive_seed, shuffled
+from slime_ppo.data.store import PromptStore
 from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.errors import DataError
 from slime_ppo.types.sample import Prompt
+
+_BLOCK_ROWS = 256
 
 
 class DataSource(Protocol):
@@ -35,43 +40,46 @@ class DataSource(Protocol):
         ...
 
 
-class JsonlDataSource:
-    """Prompts from a JSONL file, one object per line.
+@dataclass(frozen=True)
+class RowPolicy:
+    """Which rows are prompts, and what happens to the others: "error" ends the run before it begins, the other word leaves them
+    out and counts them. A row is broken when it cannot be read or holds no prompt, overlong above `max_prompt_len` tokens.
+    """
 
-    `input_key` holds the prompt, `label_key` the label for the reward function; all other keys become the prompt's metadata.
-    Everything wrong in the file is found here, before any device is used: DataError with file and line for a broken or blank
-    line, a missing key, a value that is no string, a prompt of zero tokens, and a prompt of more than `max_prompt_len`
-    tokens unless `overlong_prompt` is "drop", which leaves those out and counts them in `num_dropped`.
+    max_prompt_len: int
+    overlong_prompt: Literal["error", "drop"] = "error"
+    broken_row: Literal["error", "skip"] = "error"
+
+
+class PromptSource:
+    """Prompts from a JSON Lines or parquet file, or from some of its rows (`path` as in PromptPath).
+
+    Everything wrong in the file is found here, before any device is used: DataError with file and row for what `policy` does not
+    leave out. The file is read once, block by block, and the prompts are kept on disk with their tokens (PromptStore); in memory
+    are 16 bytes for each, however long it is. `left_out` tells what was left out, a line for each kind.
 
     Epoch e is shuffled by (seed, e) alone, or in file order with `shuffle` off. `origin` is the flag that named the file.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: str,
         tokenizer: TextTokenizer,
         *,
-        input_key: str,
-        label_key: str | None,
-        max_prompt_len: int,
-        overlong_prompt: Literal["error", "drop"],
+        row_format: RowFormat,
+        policy: RowPolicy,
         shuffle: bool,
         seed: int,
         origin: str = "--prompt-data",
     ) -> None:
-        self._path = Path(path)
-        self._origin = origin
-        content = _read_bytes(self._path, origin)
-        rows = [
-            _parse_row(line, _Place(self._path, number), input_key, label_key) for number, line in enumerate(_lines(content), 1)
-        ]
-        if not rows:
-            raise DataError(f'{self._path} ({origin}) is empty; expected one JSON object per line, as in {{"{input_key}": "..."}}')
-        prompts = _tokenize(rows, tokenizer)
-        self.prompts = _fitting(prompts, self._path, max_prompt_len, overlong_prompt)
-        self.num_dropped = len(prompts) - len(self.prompts)
+        self._path, self._origin = path, origin
+        reading = _Reading(path, tokenizer, row_format, policy, origin)
+        self.prompts = reading.stored()
+        self.left_out = reading.left_out()
+        template = row_format.chat_template
         self._identity: dict[str, object] = {
-            "fingerprint": sha256(content).hexdigest(),
+            "fingerprint": reading.fingerprint.hexdigest(),
+            "chat_template": None if template is None else template.digest,
             "num_prompts": len(self.prompts),
             "shuffle": shuffle,
             "seed": seed,
@@ -94,14 +102,14 @@ class JsonlDataSource:
         return drawn
 
     def state_dict(self) -> dict[str, object]:
-        """Epoch and position in it, with the sha256 of the file and whatever else fixes the order."""
+        """Epoch and position in it, with a sha256 of the rows and whatever else fixes the order."""
         return self._identity | {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on where `state` was taken.
 
-        Raises DataError when the file, the number of usable prompts, the seed or the shuffle switch is not what it was: the
-        saved position would then point into another order.
+        Raises DataError when the rows, the chat template, the number of usable prompts, the seed or the shuffle switch is not what
+        it was: the saved position would then point into another order.
         """
         expected = [*self._identity, "epoch", "position"]
         if sorted(state) != sorted(expected):
@@ -125,87 +133,90 @@ class JsonlDataSource:
         self._order = shuffled(n, seed=derive_seed(self._seed, epoch, 0, 0, "prompt_order")) if self._shuffle else np.arange(n)
 
 
-@dataclass(frozen=True)
-class _Place:
-    file: Path
-    line: int
+@dataclass
+class _Reading:
+    """One pass over the file: what came of it so far."""
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+    path: str
+    tokenizer: TextTokenizer
+    row_format: RowFormat
+    policy: RowPolicy
+    origin: str
+    num_broken: int = 0
+    first_broken: str = ""
+    num_overlong: int = 0
+    first_overlong: str = ""
+    num_read: int = 0
+    # of every row that holds a prompt, in order, whatever its length
+    fingerprint: "hashlib._Hash" = field(default_factory=hashlib.sha256)
 
+    def stored(self) -> PromptStore:
+        """The prompts of the file. Raises DataError for rows that must not be left out, and when none is left."""
+        prompts = PromptStore()
+        rows = self._readable()
+        while block := list(islice(rows, _BLOCK_ROWS)):
+            self._append(block, prompts)
+        prompts.seal()
+        self._check(prompts)
+        return prompts
 
-@dataclass(frozen=True)
-class _Row:
-    place: _Place
-    text: str
-    label: str | None
-    metadata: Mapping[str, object]
+    def left_out(self) -> tuple[str, ...]:
+        """What was left out, a line for each kind."""
+        lines = []
+        if self.num_overlong:
+            lines.append(f"{self.path}: {self.num_overlong} prompts of more than {self.policy.max_prompt_len} tokens left out")
+        if self.num_broken:
+            lines.append(f"{self.path}: {self.num_broken} broken rows left out, the first: {self.first_broken}")
+        return tuple(lines)
 
+    def _readable(self) -> Iterator[PromptRow]:
+        for row in read_rows(PromptPath.parse(self.path), origin=self.origin):
+            try:
+                yield self.row_format.read(row)
+            except BrokenRow as problem:
+                self._broken(row.place, str(problem))
 
-def _read_bytes(path: Path, origin: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
+    def _append(self, block: list[PromptRow], prompts: PromptStore) -> None:
+        for row, ids in zip(block, self.tokenizer.encode_batch([row.text for row in block]), strict=True):
+            if len(ids) == 0:
+                self._broken(row.place, f"prompt {row.text!r} has no tokens; a prompt needs at least one. Remove or fill the line")
+                continue
+            self.num_read += 1
+            self.fingerprint.update(row.identity + b"\n")
+            if len(ids) > self.policy.max_prompt_len:
+                self.num_overlong += 1
+                self.first_overlong = self.first_overlong or f"{row.place}: prompt of {len(ids)} tokens"
+            else:
+                prompts.append(Prompt(index=row.index, text=row.text, token_ids=ids, label=row.label, metadata=row.metadata))
+
+    def _broken(self, place: str, problem: str) -> None:
+        if self.policy.broken_row == "error":
+            raise DataError(f"{place}: {problem}")
+        self.num_broken += 1
+        self.first_broken = self.first_broken or f"{place}: {problem}"
+
+    def _check(self, prompts: PromptStore) -> None:
+        limit = self.policy.max_prompt_len
+        if self.num_overlong and self.policy.overlong_prompt == "error":
+            raise DataError(
+                f"{self.first_overlong}, the limit is {limit} (--rollout-max-prompt-len); {self.num_overlong} of {self.num_read} "
+                "prompts are longer. Raise the limit, shorten them, or leave them out with --overlong-prompt drop"
+            )
+        if len(prompts):
+            return
+        if self.num_overlong:
+            raise DataError(
+                f"{self.path}: all {self.num_overlong} prompts are longer than {limit} tokens (--rollout-max-prompt-len) and were "
+                "dropped (--overlong-prompt drop); nothing is left. Raise the limit"
+            )
+        if self.num_broken:
+            raise DataError(
+                f"{self.path}: all {self.num_broken} rows are broken and were left out (--broken-row skip); nothing is left. The "
+                f"first: {self.first_broken}"
+            )
+        if PromptPath.parse(self.path).file != self.path:
+            raise DataError(f"{self.path} ({self.origin}) names no row: the slice is empty, or the file has fewer rows")
         raise DataError(
-            f"prompt file {path} ({origin}) cannot be read: {error.strerror}. Expected a JSONL file; relative paths start at "
-            "the folder the command runs in"
-        ) from error
-
-
-def _lines(content: bytes) -> list[bytes]:
-    """Split at newlines only: a JSON string may hold other characters that `splitlines` takes for line ends."""
-    lines = content.split(b"\n")
-    return lines[:-1] if lines[-1] == b"" else lines
-
-
-def _parse_row(line: bytes, place: _Place, input_key: str, label_key: str | None) -> _Row:
-    if not line.strip():
-        raise DataError(f"{place}: blank line; expected one JSON object per line. Remove the line")
-    try:
-        content = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 (byte {error.start + 1} of the line). Save the file as UTF-8") from error
-    except ValueError as error:
-        raise DataError(f"{place}: broken line, {error}; found {line[:60]!r}. Expected one JSON object per line") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{place}: found a JSON {type(content).__name__}, expected an object with the key {input_key!r}")
-    text = _string(content, input_key, place, "--input-key")
-    label = None if label_key is None else _string(content, label_key, place, "--label-key")
-    metadata = {key: value for key, value in content.items() if key not in (input_key, label_key)}
-    return _Row(place, text, label, metadata)
-
-
-def _string(content: Mapping[str, object], key: str, place: _Place, flag: str) -> str:
-    if key not in content:
-        raise DataError(f"{place}: no key {key!r} ({flag}); the line has {sorted(content)}. Fix the line or the flag")
-    value = content[key]
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {key!r} ({flag}) is {value!r}, a {type(value).__name__}; expected a string")
-    return value
-
-
-def _tokenize(rows: list[_Row], tokenizer: TextTokenizer) -> list[Prompt]:
-    prompts = []
-    for index, (row, ids) in enumerate(zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True)):
-        if len(ids) == 0:
-            raise DataError(f"{row.place}: prompt {row.text!r} has no tokens; a prompt needs at least one. Remove or fill the line")
-        prompts.append(Prompt(index=index, text=row.text, token_ids=ids, label=row.label, metadata=row.metadata))
-    return prompts
-
-
-def _fitting(prompts: list[Prompt], path: Path, max_prompt_len: int, policy: Literal["error", "drop"]) -> tuple[Prompt, ...]:
-    fitting = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len)
-    overlong = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_len]
-    if overlong and policy == "error":
-        first = overlong[0]
-        raise DataError(
-            f"{path}:{first.index + 1}: prompt of {len(first.token_ids)} tokens, the limit is {max_prompt_len} "
-            f"(--rollout-max-prompt-len); {len(overlong)} of {len(prompts)} prompts are longer. Raise the limit, shorten them, "
-            "or leave them out with --overlong-prompt drop"
+            f"{self.path} ({self.origin}) is empty; expected one JSON object per line, as in "
+            f'{{"{self.row_format.input_key}": "..."}}'
         )
-    if not fitting:
-        raise DataError(
-            f"{path}: all {len(prompts)} prompts are longer than {max_prompt_len} tokens (--rollout-max-prompt-len) and were "
-            "dropped (--overlong-prompt drop); nothing is left. Raise the limit"
-        )
-    return fitting

@@ -1,6 +1,8 @@
 """Keeps the rollout engine in service: the trainer's present weights in it, and what has died in it started again."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from slime_ppo.errors import RolloutError, WeightSyncError
@@ -45,7 +47,7 @@ class EngineKeeper:
         for attempt in range(1, self.attempts + 1):
             self.pushed_version = NO_VERSION
             try:
-                with self.turns.together("actor", ROLLOUT), self.clock.phase("weight sync"):
+                with self._turn_of_push(), self.clock.phase("weight sync"):
                     self.pushed_version = self.sync.push(version)
                 return
             except WeightSyncError as error:
@@ -53,6 +55,16 @@ class EngineKeeper:
                     raise
                 _log.warning("push of weight version %d, attempt %d of %d, failed: %s", version, attempt, self.attempts, error)
                 self.turns.renew(ROLLOUT)
+
+    @contextmanager
+    def _turn_of_push(self) -> Iterator[None]:
+        """Actor and engine awake; the engine alone where nothing is trained, and its weights come from a folder."""
+        if "actor" not in self.turns.tenants:
+            self.turns.take(ROLLOUT)
+            yield
+            return
+        with self.turns.together("actor", ROLLOUT):
+            yield
 
     def _has_lost(self) -> bool:
         """Whether something died that must start anew, with the devices to itself: not beside the actor, in the sync's turn."""

@@ -16,7 +16,7 @@ from slime_ppo.rollout.sglang.engine import EngineSettings
 from slime_ppo.rollout.sglang.server import ExternalServer
 from slime_ppo.rollout.sglang.server_args import ServerSpec, check_host, check_server_args
 from slime_ppo.weight_sync.base import WeightSync
-from slime_ppo.weight_sync.disk import DiskSync
+from slime_ppo.weight_sync.disk import DiskSync, FolderSync
 from slime_ppo.weight_sync.distributed import DistributedSync
 from slime_ppo.weight_sync.folder import served_tensors
 from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
@@ -24,7 +24,7 @@ from slime_ppo.weight_sync.tensor import SharedMemorySync, TensorSync
 
 def check_sglang(config: Config) -> None:
     """What can be known before a server is started. Raises ConfigError."""
-    if config.rollout.engine == "sglang":
+    if config.rollout.engine == "sglang" and config.generates:
         check_server_args(config.sglang.further_args, "--sglang-server-args")
         api_key = _api_key(config)
         if config.engine_bundles:
@@ -77,7 +77,8 @@ def external_servers(config: Config) -> list[ExternalServer]:
 def meeting_host(config: Config) -> str:
     """The address of this machine under which the servers reach it: loopback for our own, and for others here; otherwise that of
     the way to the first that is elsewhere. Raises ConfigError for a server's name that nobody knows."""
-    urls = server_urls(config.sglang.server_urls) if config.rollout.engine == "sglang" else ()
+    asks_servers = config.generates and config.rollout.engine == "sglang"
+    urls = server_urls(config.sglang.server_urls) if asks_servers else ()
     ours = (_address_towards(url) for url in urls)
     return next((address for address in ours if not address.startswith("127.")), "127.0.0.1")
 
@@ -129,8 +130,11 @@ def _weight_sync_path(config: Config, device: DeviceKind) -> str:
 
 
 def weight_sync(config: Config, source: Any, target: Any, *, device: DeviceKind) -> WeightSync:
-    """The way that weights take in this run, from the actor's group to the engine."""
+    """The way that weights take in this run, from the actor's group to the engine; without an actor (--debug-rollout-only) from
+    --hf-checkpoint."""
     rollout, path = config.rollout, _weight_sync_path(config, device)
+    if not config.trains:
+        return FolderSync(target, config.model.hf_checkpoint, bucket_bytes=rollout.weight_bucket_bytes)
     common: dict[str, Any] = {"bucket_bytes": rollout.weight_bucket_bytes, "check": rollout.check_weight_update_equal}
     if device == "cuda" and config.rollout.engine == "sglang" and path == "tensor":
         return SharedMemorySync(source, target, **common)

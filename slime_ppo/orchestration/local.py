@@ -5,7 +5,7 @@ The loop, the roles, the weight sync and the engine are the same as under Ray, a
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -23,12 +23,13 @@ from slime_ppo.orchestration.engine_settings import engine_settings, external_se
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
-from slime_ppo.orchestration.protocols import BatchHandle, RunningRoles
+from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.worker_settings import worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
 from slime_ppo.rollout.engine import EngineHealth, EnginePart
 from slime_ppo.rollout.sglang.server_args import ServerSpec
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
@@ -163,6 +164,17 @@ class LocalTrainGroup:
     def publish_hf(self, folder: str) -> None:
         check_first(self._call("weights to a folder", "publish_hf", self.role, os.path.abspath(folder), self._bucket_bytes))
 
+    def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        check_saved(self._call("saving a checkpoint", "save_checkpoint", self.role, os.path.abspath(folder), in_background))
+
+    def finish_save(self) -> None:
+        check_saved(self._call("saving a checkpoint", "finish_save", self.role))
+
+    def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
+        arguments = (self.role, os.path.abspath(folder), with_optimizer)
+        report: LoadReport = self._call("loading a checkpoint", "load_checkpoint", *arguments)[0]
+        return report
+
     def share_bucket(self, bucket: Bucket) -> list[str]:
         return self._call("weights in shared memory", "share_bucket", self.role, bucket)
 
@@ -223,6 +235,12 @@ class LocalRolloutEngine:
     def load_bucket(self, index: int, flat: np.ndarray) -> None:
         self._engine.load_bucket(index, flat)
 
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        return self._engine.manifest()
+
+    def load_folder(self, folder: str) -> None:
+        self._engine.load_folder(folder)
+
     def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
         self._engine.check_bucket(bucket, flat)
 
@@ -266,7 +284,17 @@ class LocalLauncher:
         log_dir = os.path.abspath(os.path.join(config.run.save, "logs"))
         device = self._prepare_process(log_dir)
         check_device(config, device)
-        specs, sync_host = self._server_specs(device, log_dir), meeting_host(config)
+        specs = self._server_specs(device, log_dir)
+        groups = self._start_roles(device, log_dir) if config.trains else {}
+        return RunningRoles(
+            groups=groups,
+            engine=self._start_engine(groups, device, specs) if config.generates else None,
+            check_alive=self._world.check_alive,
+            side_by_side=None,
+        )
+
+    def _start_roles(self, device: DeviceKind, log_dir: str) -> dict[RoleName, LocalTrainGroup]:
+        config = self._config
         actor, *critic = (worker_settings(config, role, init_method=STANDING_GROUP, device=device) for role in config.roles)
         ranks = self._ranks = LocalRanks(self._world, self._announced(log_dir, device))
         temperature = config.rollout.rollout_temperature
@@ -276,18 +304,17 @@ class LocalLauncher:
         numbers = count()
         common: dict[str, Any] = {
             "bucket_bytes": config.rollout.weight_bucket_bytes,
-            "sync_host": sync_host,
+            "sync_host": meeting_host(config),
             "sync_timeout_s": config.rollout.weight_sync_timeout_s,
         }
-        groups = {role: LocalTrainGroup(ranks, role, numbers, **common) for role in config.roles}
-        engine = self._start_embedded(device) if config.rollout.engine == "embedded" else self._start_sglang(device, specs)
-        return RunningRoles(
-            groups=groups,
-            engine=engine,
-            sync=weight_sync(config, groups["actor"], engine, device=device),
-            check_alive=self._world.check_alive,
-            side_by_side=None,
-        )
+        return {role: LocalTrainGroup(ranks, role, numbers, **common) for role in config.roles}
+
+    def _start_engine(
+        self, groups: Mapping[RoleName, LocalTrainGroup], device: DeviceKind, specs: list[ServerSpec]
+    ) -> RunningEngine:
+        embedded = self._config.rollout.engine == "embedded"
+        engine = self._start_embedded(device) if embedded else self._start_sglang(device, specs)
+        return RunningEngine(engine, weight_sync(self._config, groups.get("actor"), engine, device=device))
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
         """This process becomes a rank: library noise to a log, the device chosen, Megatron imported."""
@@ -312,7 +339,7 @@ class LocalLauncher:
 
     def _server_specs(self, device: DeviceKind, log_dir: str) -> list[ServerSpec]:
         """The servers of the run with their GPUs. Raises ConfigError when there are too few of these."""
-        if self._config.rollout.engine == "embedded":
+        if self._config.rollout.engine == "embedded" or not self._config.generates:
             return []
         specs = server_specs(self._config, device=device, log_dir=log_dir)
         if device == "cpu":

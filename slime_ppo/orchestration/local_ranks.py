@@ -28,6 +28,7 @@ from slime_ppo.orchestration.interrupts import ignore_interrupts
 from slime_ppo.orchestration.local_world import LocalWorld, RankStart, own_device_only
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.parallel.worker_settings import WorkerSettings
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
@@ -165,6 +166,15 @@ class LocalRank:
 
     def publish_hf(self, role: RoleName, folder: str, bucket_bytes: int) -> str | None:
         return self._roles[role].publish_hf(folder, bucket_bytes)
+
+    def save_checkpoint(self, role: RoleName, folder: str, in_background: bool) -> str | None:
+        return self._roles[role].save_checkpoint(folder, in_background)
+
+    def finish_save(self, role: RoleName) -> str | None:
+        return self._roles[role].finish_save()
+
+    def load_checkpoint(self, role: RoleName, folder: str, with_optimizer: bool) -> LoadReport:
+        return self._roles[role].load_checkpoint(folder, with_optimizer)
 
     def share_bucket(self, role: RoleName, bucket: Bucket) -> str:
         return self._roles[role].share_bucket(bucket)

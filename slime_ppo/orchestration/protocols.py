@@ -6,7 +6,9 @@ from types import TracebackType
 from typing import ClassVar, Protocol, Self
 
 from slime_ppo.config.roles import RoleName
+from slime_ppo.errors import CheckpointError
 from slime_ppo.rollout.engine import RolloutEngine
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
@@ -67,6 +69,37 @@ class TrainGroup(Tenant, Protocol):
         """Write the weights as a Hugging Face folder."""
         ...
 
+    def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        """Write weights, optimizer and random states into `folder`, which is made if it is not there: that of all ranks on all
+        nodes. The role is awake. `in_background`: return as soon as the state is copied. Either way `finish_save` comes before
+        the folder is used, and before the next save.
+
+        Raises CheckpointError when it can't be written; the ranks go on.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Return when everything of the last save is on disk, flushed. Does nothing when none is under way.
+
+        Raises CheckpointError with the cause (disk full, read-only folder); the ranks go on.
+        """
+        ...
+
+    def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
+        """Take weights, and with the optimizer its state and the random states, from a folder written by `save_checkpoint`, also
+        by other numbers of ranks. The role is awake.
+
+        Raises CheckpointError that lists everything missing, unexpected or of another shape or type; then nothing is changed.
+        """
+        ...
+
+
+def check_saved(problems: Sequence[str | None]) -> None:
+    """Raise CheckpointError with what the ranks of a save, in order, say went wrong: the first of them, as all say the same."""
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise CheckpointError(found[0])
+
 
 class SideBySide(Protocol):
     """Roles that train at the same time, each on devices of its own."""
@@ -84,13 +117,21 @@ class SideBySide(Protocol):
 
 
 @dataclass(frozen=True)
-class RunningRoles:
-    """What a launcher has brought up. `check_alive` raises when a process of the run has died, for waits that would not notice.
-    `side_by_side` is None where the roles share devices."""
+class RunningEngine:
+    """An engine, and how the weights reach it."""
 
-    groups: Mapping[RoleName, TrainGroup]
     engine: RolloutEngine
     sync: WeightSync
+
+
+@dataclass(frozen=True)
+class RunningRoles:
+    """What a launcher has brought up: no engine where rollouts come from files, no groups where nothing is trained. `check_alive`
+    raises when a process of the run has died, for waits that would not notice. `side_by_side` is None where the roles share
+    devices."""
+
+    groups: Mapping[RoleName, TrainGroup]
+    engine: RunningEngine | None
     check_alive: Callable[[], None]
     side_by_side: SideBySide | None
 

@@ -12,6 +12,7 @@ from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.errors import CheckpointError, WeightSyncError
 from slime_ppo.parallel.worker_settings import DeviceKind, WorkerSettings
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
@@ -111,6 +112,24 @@ class RankRole:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def save_checkpoint(self, folder: str, in_background: bool) -> str | None:
+        """Write the state of the role: what went wrong, the same on every rank, after which all go on, or None."""
+        from slime_ppo.backends.megatron.checkpoint import save_checkpoint
+
+        return _checkpoint_problem(lambda: save_checkpoint(self._role, folder, in_background=in_background))
+
+    def finish_save(self) -> str | None:
+        """Wait for what the last save has left to do: what went wrong, as save_checkpoint."""
+        from slime_ppo.backends.megatron.checkpoint import finish_save
+
+        return _checkpoint_problem(lambda: finish_save(self._role))
+
+    def load_checkpoint(self, folder: str, with_optimizer: bool) -> LoadReport:
+        """Take over the state in `folder`."""
+        from slime_ppo.backends.megatron.checkpoint import load_checkpoint
+
+        return load_checkpoint(self._role, folder, with_optimizer=with_optimizer)
+
     def share_bucket(self, bucket: Bucket) -> str:
         """The bucket's bytes in this rank's GPU memory, as a server on the same GPU is told of them."""
         from slime_ppo.rollout.sglang.payload import ipc_payload
@@ -182,6 +201,15 @@ def _flat(bucket: Bucket, tensors: "Mapping[str, torch.Tensor]") -> "torch.Tenso
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     fill_bucket(bucket, tensors, flat)
     return flat
+
+
+def _checkpoint_problem(action: Callable[[], None]) -> str | None:
+    """The text of a failed save, which must not end this rank; None when the action succeeded."""
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _problem(action: Callable[[], None]) -> str | None:

@@ -10,7 +10,7 @@ from slime_ppo.config.device_checks import check_device
 from slime_ppo.config.root import Config
 from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, server_specs, weight_sync
 from slime_ppo.orchestration.placement import NO_SHARE, ClusterSettings, RayCluster
-from slime_ppo.orchestration.protocols import RunningRoles
+from slime_ppo.orchestration.protocols import RunningEngine, RunningRoles
 from slime_ppo.orchestration.ray_environment import cluster_address
 from slime_ppo.orchestration.ray_health import Call, check_alive, gather
 from slime_ppo.orchestration.ray_rollout import RayRolloutEngine, RayServers
@@ -59,8 +59,7 @@ class RayLauncher:
             )
             for role in config.roles
         }
-        begin = _begin_embedded if config.rollout.engine == "embedded" else _begin_sglang
-        starting = begin(config, cluster, log_dir=log_dir, watched=watched)
+        starting = _begin_engine(config, cluster, log_dir=log_dir, watched=watched)
         engine, limits = starting.engine, starting.limits
         if cluster.device == "cuda" and config.offloads:
             starting.finish()  # alone on the GPUs, before the roles take their memory
@@ -71,8 +70,7 @@ class RayLauncher:
         starting.finish()
         return RunningRoles(
             groups=groups,
-            engine=engine,
-            sync=weight_sync(config, groups["actor"], engine, device=cluster.device),
+            engine=_running(config, cluster, groups.get("actor"), engine),
             check_alive=lambda: check_alive(watched, where()),
             side_by_side=None if config.cluster.colocate else RaySideBySide(groups, timeout_s=timeout_s, watched=watched),
         )
@@ -80,9 +78,9 @@ class RayLauncher:
 
 @dataclass
 class _Starting:
-    """An engine that starts: calls to wait for, and what begins when they have ended (None: nothing, or it has begun)."""
+    """An engine that starts, or none: calls to wait for, and what begins when they have ended (None: nothing, or it has begun)."""
 
-    engine: RayRolloutEngine
+    engine: RayRolloutEngine | None
     calls: list[Call]
     then: Callable[[], Call] | None
     limits: Mapping[str, Any]
@@ -94,6 +92,20 @@ class _Starting:
         if self.then is not None:
             gather([self.then()], phase="start-up", **self.limits)
             self.then = None
+
+
+def _running(
+    config: Config, cluster: RayCluster, actor: RayTrainGroup | None, engine: RayRolloutEngine | None
+) -> RunningEngine | None:
+    return None if engine is None else RunningEngine(engine, weight_sync(config, actor, engine, device=cluster.device))
+
+
+def _begin_engine(config: Config, cluster: RayCluster, *, log_dir: str, watched: list[Call]) -> _Starting:
+    if not config.generates:
+        limits = {"timeout_s": config.cluster.worker_start_timeout_s, "limit": "--worker-start-timeout-s", "watched": watched}
+        return _Starting(None, [], None, limits)
+    begin = _begin_embedded if config.rollout.engine == "embedded" else _begin_sglang
+    return begin(config, cluster, log_dir=log_dir, watched=watched)
 
 
 def _begin_embedded(config: Config, cluster: RayCluster, *, log_dir: str, watched: list[Call]) -> _Starting:

@@ -73,6 +73,10 @@ class RayRolloutEngine:
     def receive_bucket(self, index: int) -> None:
         self._call("weight sync", "receive_bucket", index)
 
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        specs: tuple[TensorSpec, ...] = self._call("weight sync", "manifest")
+        return specs
+
     def load_folder(self, folder: str) -> None:
         self._call("weight sync", "load_folder", folder)
 

@@ -8,9 +8,10 @@ import ray
 
 from slime_ppo.config.roles import RoleName
 from slime_ppo.orchestration.placement import RayCluster
-from slime_ppo.orchestration.protocols import BatchHandle
+from slime_ppo.orchestration.protocols import BatchHandle, check_saved
 from slime_ppo.orchestration.ray_health import Call, gather
 from slime_ppo.orchestration.ray_worker import RankProcess
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.stats import Stats, merge_stats
 from slime_ppo.types.step_plan import StepPlan
@@ -113,6 +114,20 @@ class RayTrainGroup:
         target = os.path.abspath(folder)
         answers = [rank.publish_hf.remote(target, self._bucket_bytes) for rank in self.ranks]
         check_first(self._gather(answers, "weights to a folder"))
+
+    def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        target = os.path.abspath(folder)
+        answers = [rank.save_checkpoint.remote(target, in_background) for rank in self.ranks]
+        check_saved(self._gather(answers, "saving a checkpoint"))
+
+    def finish_save(self) -> None:
+        check_saved(self._gather([rank.finish_save.remote() for rank in self.ranks], "saving a checkpoint"))
+
+    def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
+        target = os.path.abspath(folder)
+        answers = [rank.load_checkpoint.remote(target, with_optimizer) for rank in self.ranks]
+        report: LoadReport = self._gather(answers, "loading a checkpoint")[0]
+        return report
 
     def share_bucket(self, bucket: Bucket) -> list[str]:
         return self._gather([rank.share_bucket.remote(bucket) for rank in self.ranks], "weights in shared memory")

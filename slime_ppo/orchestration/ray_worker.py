@@ -13,6 +13,7 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.ray_process import Process, logged, two_results
 from slime_ppo.parallel.worker_settings import DeviceKind, WorkerSettings
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import ColumnPart, RolloutBatch
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
@@ -91,6 +92,18 @@ class RankProcess(Process):
     @logged
     def publish_hf(self, folder: str, bucket_bytes: int) -> str | None:
         return self._rank.publish_hf(folder, bucket_bytes)
+
+    @logged
+    def save_checkpoint(self, folder: str, in_background: bool) -> str | None:
+        return self._rank.save_checkpoint(folder, in_background)
+
+    @logged
+    def finish_save(self) -> str | None:
+        return self._rank.finish_save()
+
+    @logged
+    def load_checkpoint(self, folder: str, with_optimizer: bool) -> LoadReport:
+        return self._rank.load_checkpoint(folder, with_optimizer)
 
     @logged
     def share_bucket(self, bucket: Bucket) -> str:

@@ -1,7 +1,9 @@
 """Config -> what the processes of a role are started with. No torch."""
 
 import os
+from pathlib import Path
 
+from slime_ppo.config.critic_start import CriticStart
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.config.transformer_impl import chosen_transformer_impl
@@ -19,10 +21,14 @@ from slime_ppo.parallel.worker_settings import (
 def worker_settings(config: Config, role: RoleName, *, init_method: str, device: DeviceKind) -> list[WorkerSettings]:
     """One entry per rank of the role."""
     one = config.role(role)
+    start = CriticStart.of(one.hf_folder) if role == "critic" else CriticStart(Path(one.hf_folder), None)
     keeps_reference = role == "actor" and config.ppo.needs_reference
     model = ModelSettings(
         # a rank's current directory is another one than the driver's on a joined cluster
-        hf_folder=os.path.abspath(one.hf_folder),
+        hf_folder=os.path.abspath(start.hf_folder),
+        checkpoint_folder=None if start.checkpoint is None else os.path.abspath(start.checkpoint),
+        init_value_head=config.critic.init_value_head,
+        init_value_head_std=config.critic.init_value_head_std,
         ref_folder=os.path.abspath(config.model.ref_folder) if keeps_reference else None,
         dtype=config.model.dtype,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,

@@ -31,7 +31,9 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Where a role's weights come from. `ref_folder` None: the role keeps no reference. `fuse_lm_head`: the policy's log-probs are
+    """Where a role's weights come from: `checkpoint_folder`, a torch_dist checkpoint, where it is given, else `hf_folder`.
+    `ref_folder` None: the role keeps no reference. `init_value_head`: how a critic's head starts that does not come with the
+    weights; None: it must. `fuse_lm_head`: the policy's log-probs are
     made from hidden states, without logits. `fp32_lm_head`: the policy's output layer is float32 whatever `dtype` is.
     `moe_aux_loss_coeff` 0: no load-balancing loss of a mixture of experts."""
 
@@ -43,6 +45,9 @@ class ModelSettings:
     fp32_lm_head: bool = False
     transformer_impl: TransformerImpl = "local"
     moe_aux_loss_coeff: float = 0.0
+    checkpoint_folder: str | None = None
+    init_value_head: Literal["zeros", "normal"] | None = None
+    init_value_head_std: float = 0.01
 
 
 @dataclass(frozen=True)

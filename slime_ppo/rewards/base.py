@@ -13,8 +13,9 @@ from slime_ppo.types.sample import FinishReason, Sample
 class RewardInput:
     """What a reward function sees of a sample.
 
-    `prompt` and `response` are text without special tokens; `label` and `metadata` come from the prompt file (the label key,
-    and all other keys of the line); `finish` says why the response ended; `prompt_ids` int32 [P] and `response_ids` int32 [R]
+    `prompt` is the text that the policy reads, with --apply-chat-template as it was rendered, special tokens and all; `response` is
+    text without special tokens; `label` and `metadata` come from the prompt file (the label key, and all other keys of the row,
+    but for the prompt's and the tools'); `finish` says why the response ended; `prompt_ids` int32 [P] and `response_ids` int32 [R]
     are the tokens that the policy saw and wrote, special ones included, for functions that pay single tokens or score tokens.
     """
 

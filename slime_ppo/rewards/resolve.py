@@ -10,6 +10,7 @@ from slime_ppo.rewards.reward_server import check_listening, inspect_reward_serv
 REWARD_FUNCTIONS: Registry[str] = Registry(
     "reward function",
     {
+        "math": "slime_ppo.rewards.math.MathReward",
         "vader": "slime_ppo.rewards.vader.VaderReward",
         "remote": "slime_ppo.rewards.remote.RemoteReward",
         "reward_model": "slime_ppo.rewards.reward_model.RewardModelReward",

@@ -145,6 +145,7 @@ class RewardRunner:
         finally:
             for call in calls:
                 self._forget(call)
+        self._tell_left_out(samples, reasons)
         return RewardOutcome(samples=tuple(scored), num_dropped=len(reasons), reasons=reasons)
 
     def close(self) -> None:
@@ -238,10 +239,24 @@ class RewardRunner:
                 finally:
                     self._forget(alone)
 
+    def _tell_left_out(self, samples: Sequence[Sample], reasons: Mapping[int, str]) -> None:
+        """The first on the console, all of them in the log."""
+        left_out = [sample for sample in samples if sample.sample_id in reasons]
+        for sample in left_out:
+            _log.info("left out %s: %s %s", _named(sample), self._spec.path, reasons[sample.sample_id])
+        if left_out:
+            _log.warning(
+                "%d of %d samples have no reward and are left out (--on-bad-sample drop), %s among them: reward function %s %s",
+                len(left_out),
+                len(samples),
+                _named(left_out[0]),
+                self._spec.path,
+                reasons[left_out[0].sample_id],
+            )
+
     def _about(self, sample: Sample, problem: str) -> str:
         return (
-            f"reward function {self._spec.path} ({self._spec.origin}) {problem}, scoring sample {sample.sample_id} "
-            f"(prompt row {sample.prompt.index}: {sample.prompt.text[:60]!r}, response {sample.response_text[:60]!r}); "
+            f"reward function {self._spec.path} ({self._spec.origin}) {problem}, scoring {_named(sample)}; "
             "expected one finite number (process rewards: one per response token). Fix the function, or leave such samples out "
             "with --on-bad-sample drop"
         )
@@ -252,6 +267,13 @@ class RewardRunner:
             f"reward function {self._spec.path} ({self._spec.origin}) {problem} (sample {ids}); expected a list with one finite "
             "number or RewardResult per input, in their order. Fix the function: whose reward is missing cannot be told"
         )
+
+
+def _named(sample: Sample) -> str:
+    return (
+        f"sample {sample.sample_id} (prompt row {sample.prompt.index}: {sample.prompt.text[:60]!r}, response "
+        f"{sample.response_text[:60]!r})"
+    )
 
 
 def _died(error: Exception, timeout_s: float) -> str:

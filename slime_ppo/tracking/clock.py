@@ -9,6 +9,8 @@ PHASES = ("generate", "reward", "log-probs", "values", "critic train", "actor tr
 SIDE_BY_SIDE_PHASES = (*PHASES[:4], "both train", *PHASES[4:])
 # the actor makes the advantages where there is no critic
 CRITIC_FREE_PHASES = ("generate", "reward", "log-probs", "advantages", "actor train", "weight sync", "wake", "offload", "evaluate")
+# nothing is trained
+ROLLOUT_PHASES = ("generate", "reward", "weight sync", "wake", "offload", "evaluate")
 _METRIC_OF_PHASE = {
     "generate": "rollout_time",
     "reward": "reward_time",

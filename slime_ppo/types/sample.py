@@ -19,7 +19,8 @@ class FinishReason(StrEnum):
 class Prompt:
     """One row of the prompt file.
 
-    `index` is the row in the file; `token_ids` is int32 [P], P >= 1.
+    `index` is the row in the file; `text` is what the policy reads, rendered where there is a chat template; `token_ids` is int32
+    [P], P >= 1.
     """
 
     index: int

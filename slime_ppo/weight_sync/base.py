@@ -147,6 +147,10 @@ class BroadcastTarget(WeightTarget, Protocol):
 class FolderTarget(WeightTarget, Protocol):
     """An engine that reads folders."""
 
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """What a push must bring."""
+        ...
+
     def load_folder(self, folder: str) -> None: ...
 
 

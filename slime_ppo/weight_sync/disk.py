@@ -12,6 +12,24 @@ from slime_ppo.weight_sync.bucket import plan_buckets
 _OWN_NAME = re.compile(r"version_\d+(\.partial|\.old)?")
 
 
+class FolderSync:
+    """`WeightSync` without a trainer: the engine reads the weights of a Hugging Face folder that nobody changes."""
+
+    def __init__(self, target: FolderTarget, folder: str, *, bucket_bytes: int) -> None:
+        self._target, self._folder, self._bucket_bytes = target, os.path.abspath(folder), bucket_bytes
+
+    def connect(self) -> None:
+        self._manifest = self._target.manifest()
+
+    def push(self, version: int) -> int:
+        self._target.begin_update(self._manifest, version, bucket_bytes=self._bucket_bytes)
+        self._target.load_folder(self._folder)
+        return finish_push(self._target, version)
+
+    def close(self) -> None:
+        """There is no connection."""
+
+
 class DiskSync:
     """`WeightSync` by one folder per version, `<folder>/version_<n>`, which appears when it is whole; the one before it is removed
     when the engine serves the new one. So there must be room for two copies of the model. `folder` is this run's alone: what an

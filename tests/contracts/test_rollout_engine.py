@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ import pytest
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION, EnginePart, check_results
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams, one_version
+from slime_ppo.weight_sync.disk import FolderSync
 from tests.helpers.engine_harness import (
     BOUNDARY,
+    BUCKET_BYTES,
     ENGINES,
     EngineHarness,
     ReferenceModel,
@@ -277,6 +280,22 @@ def test_push_that_failed_leaves_no_valid_version_until_a_whole_push(harness: En
         harness.engine.generate(make_requests(1, FULL))
     harness.push(harness.folder, VERSION + 1)
     _generate(harness, make_requests(1, FULL))
+
+
+def test_folder_sync_serves_the_weights_of_the_folder_as_a_push_does(harness: EngineHarness, folders: tuple[Path, Path]) -> None:
+    requests = make_requests(3, FULL)
+    harness.push(folders[1], VERSION)
+    pushed = _generate(harness, requests)
+    harness.push(folders[0], VERSION + 1)
+    target: Any = harness.engine
+    sync = FolderSync(target, str(folders[1]), bucket_bytes=BUCKET_BYTES)
+    sync.connect()
+    assert sync.push(VERSION + 2) == VERSION + 2
+    for read, other in zip(_generate(harness, requests), pushed, strict=True):
+        assert read.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_allclose(read.log_probs, other.log_probs, atol=1e-6, rtol=0)
+        assert read.weight_versions == one_version(VERSION + 2, 12)
+    sync.close()
 
 
 def test_abort_ends_running_generate_and_idle_abort_does_nothing(harness: EngineHarness) -> None:

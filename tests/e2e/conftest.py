@@ -108,6 +108,16 @@ def local_runs(glass_model: Path) -> Runs:
 
 
 @pytest.fixture(scope="session")
+def alone(local_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run folder of SMALL on one rank without Ray, with its rollouts in <folder>/dumps and its weights, and the output."""
+    save = tmp_path_factory.mktemp("alone")
+    flags = ("--launcher", "local", "--save-hf", "--save-debug-rollout-data", str(save / "dumps"))
+    code, output = local_runs.finish(save, *SMALL, *flags)
+    assert code == 0, output
+    return save, output
+
+
+@pytest.fixture(scope="session")
 def joined_runs(local_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Drivers that join one cluster of CPUS_OF_CLUSTER CPUs, which scripts/launch_ray.sh starts and ends."""
     environment = dict(local_runs.environment) | {

@@ -37,7 +37,7 @@ def test_quickstart_learns_and_leaves_everything_a_user_expects(local_runs: Runs
     page = (save / "report.html").read_text(encoding="utf-8")
     assert "lexicon reward is easily flattered" in page
     AutoModelForCausalLM.from_pretrained(save / "hf")
-    assert HfWeights(save / "critic")["score.weight"].abs().max() > 0
+    assert HfWeights(save / "critic" / "hf")["score.weight"].abs().max() > 0
     assert yaml.safe_load((save / "config.yaml").read_text(encoding="utf-8"))["optimizer"]["lr"] == 1e-3
 
 

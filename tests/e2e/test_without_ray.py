@@ -25,12 +25,11 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
             assert found[name] == pytest.approx(value, rel=1e-5, abs=2e-6 * num_tokens), name
 
 
-def test_one_rank_alone_gives_the_numbers_of_ray(local_runs: Runs, one_rank: Path, tmp_path: Path) -> None:
-    code, output = local_runs.finish(tmp_path / "run", *SMALL, "--launcher", "local")
-    assert code == 0, output
+def test_one_rank_alone_gives_the_numbers_of_ray(alone: tuple[Path, str], one_rank: Path) -> None:
+    save, output = alone
     assert "launcher: local, 1 rank, no Ray" in output
     assert not re.search(r"Traceback|Warning|bundle", output)
-    assert_same_run(tmp_path / "run", one_rank)
+    assert_same_run(save, one_rank)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, id="DP2"), pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2")])
@@ -43,7 +42,7 @@ def test_two_ranks_of_torchrun_give_the_numbers_of_ray(
     assert output.count("launcher: local, 2 ranks by torchrun, no Ray") == 1
     assert output.count("rollout 3/4") == 1, "only rank 0 prints"
     assert_same_run(tmp_path / "run", one_rank)
-    assert (tmp_path / "run" / "hf" / "config.json").is_file() and (tmp_path / "run" / "critic" / "config.json").is_file()
+    assert all((tmp_path / "run" / folder / "config.json").is_file() for folder in ("hf", "critic/hf"))
 
 
 def test_rank_that_raises_ends_all_ranks_with_its_message(local_runs: Runs, tmp_path: Path) -> None:

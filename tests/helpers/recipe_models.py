@@ -1,14 +1,15 @@
 """Model folders of the shapes of public models: their config.json, and weights files that hold headers and no bytes on disk."""
 
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from slime_ppo.config.hf_folder import SINGLE_FILE
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.conversion.mapping import Rule, Split
+from slime_ppo.conversion.shapes import by_layer, hf_shapes
 from slime_ppo.conversion.table import ConversionTable, Head
 
 _QWEN: Mapping[str, object] = {
@@ -58,8 +59,8 @@ def make_public_model(folder: Path, name: str) -> Path:
     shape = ModelShape.from_hf_folder(folder)
     head: Head = "value" if "architectures" in entries else "language_model"
     header, end = dict[str, object](), 0
-    for tensor, sizes in _hf_tensors(shape, head):
-        start, end = end, end + 2 * _product(sizes)
+    for tensor, sizes in _hf_tensors(shape, head).items():
+        start, end = end, end + 2 * math.prod(sizes)
         header[tensor] = {"dtype": "BF16", "shape": sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with (folder / SINGLE_FILE).open("wb") as file:
@@ -68,33 +69,7 @@ def make_public_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
-
-
-def _hf_tensors(shape: ModelShape, head: Head) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors of the folder, one each for tied ones."""
-    seen: set[str] = set()
-    for rule in ConversionTable(shape, head).rules.values():
-        for name, sizes in zip(rule.hf, _hf_shapes(rule, shape), strict=True):
-            if name not in seen:
-                seen.add(name)
-                yield name, sizes
-
-
-def _hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    h, f = shape.hidden_size, shape.expert_ffn_size if rule.per_expert else shape.ffn_hidden_size
-    q, k = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    if rule.split is Split.VOCAB:
-        return [(shape.vocab_size, h)]
-    if rule.split is Split.QKV:
-        return [(rows,) if rule.megatron.endswith("bias") else (rows, h) for rows in (q, k, k)]
-    if rule.split is Split.GATE_UP:
-        return [(f, h), (f, h)]
-    if rule.split is Split.ROW:
-        return [(h, q if "linear_proj" in rule.megatron else f)]
-    if rule.megatron.endswith("router.weight"):
-        return [(shape.num_experts, h)]
-    if rule.megatron.endswith("output_layer.weight"):
-        return [(1, h)]
-    return [(shape.head_dim if rule.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight")) else h,)]
+def _hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of the folder; tied ones are one."""
+    rules = by_layer(ConversionTable(shape, head).rules)
+    return {name: sizes for rule in rules for name, sizes in zip(rule.hf, hf_shapes(rule, shape), strict=True)}

@@ -33,6 +33,11 @@ def by_metadata(inputs: Sequence[RewardInput]) -> object:
     return [bad[wish] if wish in bad else float(len(item.response)) for wish, item in zip(wishes, inputs, strict=True)]
 
 
+def lower_case(inputs: Sequence[RewardInput]) -> list[float]:
+    """The share of lower-case letters among the characters."""
+    return [sum(map(str.islower, item.response)) / max(len(item.response), 1) for item in inputs]
+
+
 def all_fields(inputs: Sequence[RewardInput]) -> list[float]:
     """1 for each input whose every field came through, else 0."""
     expected = ("prompt 0", "xx", "label 0", {"wish": "-"}, "stop", [4, 5, 6], [1, 1])

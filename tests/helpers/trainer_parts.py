@@ -17,11 +17,15 @@ from slime_ppo.orchestration.engine_keeper import EngineKeeper
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
+from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart
 from slime_ppo.rollout.generate import SampleBuilder
+from slime_ppo.rollout_only import RolloutOnly
+from slime_ppo.rollout_source import GeneratedRollouts, RolloutSource, rollout_sampling
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
-from slime_ppo.tracking.clock import RunClock, run_phases
+from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
+from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, Prompt, Sample, Support, one_version
 from slime_ppo.types.stats import Stats
@@ -92,6 +96,16 @@ class RecordingRole:
 
     def save_hf(self, folder: str) -> None:
         self.journal.append(f"save {self.name} in {folder}")
+
+    def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        self.journal.append(f"checkpoint of {self.name} in {folder}{' in the background' if in_background else ''}")
+
+    def finish_save(self) -> None:
+        self.journal.append(f"finish the checkpoint of {self.name}")
+
+    def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
+        self.journal.append(f"load {self.name} from {folder}{' with its optimizer' if with_optimizer else ''}")
+        return LoadReport(with_optimizer, restored_rng=with_optimizer)
 
 
 class RecordingSideBySide:
@@ -257,11 +271,13 @@ class NumberTokenizer:
 
 @dataclass
 class Parts:
-    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each. Nobody asks the
-    critic when the estimator needs none."""
+    """The recording parts by name, and `trainer_parts` for the loop; `eval_sets` have so many prompts each, `rollouts` come from
+    elsewhere than the engine. Nobody asks the critic when the estimator needs none."""
 
     config: Config
     eval_sets: Mapping[str, int] = field(default_factory=dict)
+    dumps: DumpWriter | None = None
+    rollouts: RolloutSource | None = None
     journal: Journal = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -271,14 +287,43 @@ class Parts:
         self.prompts = CountingPrompts()
         self.tracker = RecordingTracker(self.journal)
 
+    def rollout_only(self) -> RolloutOnly:
+        """The loop that trains nothing: the engine is the only tenant."""
+        clock = RunClock(ROLLOUT_PHASES)
+        turns = DeviceTurns({"rollout": RolloutTenant(self.journal)}, offload=self.config.offloads, on_time=clock.add)
+        rollouts, evaluation = self._rollouts(turns, clock)
+        tokenizer: Any = NumberTokenizer()
+        return RolloutOnly(
+            self.config, rollouts, tokenizer, evaluation=evaluation, tracker=self.tracker, clock=clock, dumps=self.dumps
+        )
+
     def trainer_parts(self) -> TrainerParts:
         has_critic, colocate = self.config.has_critic, self.config.cluster.colocate
         clock = RunClock(run_phases(has_critic=has_critic, side_by_side=not colocate))
         tenants = {"actor": self.actor, "rollout": RolloutTenant(self.journal)} | ({"critic": self.critic} if has_critic else {})
         tokenizer: Any = NumberTokenizer()
+        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
+        rollouts, evaluation = self._rollouts(turns, clock)
+        return TrainerParts(
+            actor=self.actor,
+            critic=self.critic if has_critic else None,
+            turns=turns,
+            rollouts=rollouts,
+            tokenizer=tokenizer,
+            evaluation=evaluation,
+            tracker=self.tracker,
+            clock=clock,
+            dumps=self.dumps,
+            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
+        )
+
+    def _rollouts(self, turns: DeviceTurns, clock: RunClock) -> tuple[RolloutSource, Evaluation | None]:
+        """This object's `rollouts`, or generated ones and their evaluation."""
+        if self.rollouts is not None:
+            return self.rollouts, None
+        tokenizer: Any = NumberTokenizer()
         rewards: Any = self.rewards
         prompts: Any = self.prompts
-        turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
         keeper = EngineKeeper(turns, RecordingSync(self.journal, self.engine), self.engine, clock, attempts=1)
         samples = SampleBuilder(
             engine=self.engine,
@@ -288,27 +333,26 @@ class Parts:
             mask_truncated=self.config.ppo.truncation_policy == "mask",
             restore=keeper.restore,
         )
-        return TrainerParts(
-            actor=self.actor,
-            critic=self.critic if has_critic else None,
-            turns=turns,
-            engine=keeper,
+        evaluation = Evaluation.of(
+            self.config,
+            [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
+            samples=samples,
+            rewards=rewards,
+            tracker=self.tracker,
+            check_alive=lambda: None,
+        )
+        rollouts = GeneratedRollouts(
+            keeper=keeper,
             samples=samples,
             rewards=rewards,
             prompts=prompts,
-            evaluation=Evaluation.of(
-                self.config,
-                [EvalSet(name, [make_prompt(1000 + index) for index in range(n)]) for name, n in self.eval_sets.items()],
-                samples=samples,
-                rewards=rewards,
-                tracker=self.tracker,
-                check_alive=lambda: None,
-            ),
-            tracker=self.tracker,
+            sampling=rollout_sampling(self.config, tokenizer),
+            num_prompts=self.config.rollout.rollout_batch_size,
+            n_samples_per_prompt=self.config.rollout.n_samples_per_prompt,
             clock=clock,
             check_alive=lambda: None,
-            side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
         )
+        return rollouts, evaluation if self.eval_sets else None
 
 
 def make_prompt(index: int) -> Prompt:

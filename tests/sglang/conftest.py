@@ -1,7 +1,6 @@
 """Fixtures of the SGLang tests; the main server is in tests/conftest.py, because the contract tests use it too."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,37 +8,19 @@ import pytest
 from slime_ppo.rollout.engine import EnginePart
 from slime_ppo.rollout.sglang.engine import SGLangEngine
 from slime_ppo.rollout.sglang.server import LocalServer
-from slime_ppo.rollout.sglang.server_args import ServerSpec
 from tests.helpers.engine_harness import ReferenceModel, push_folder
-from tests.helpers.sglang_servers import tiny_server, tiny_spec
+from tests.helpers.sglang_servers import tiny_server
 
 VERSION = 7
 
 
 @pytest.fixture(scope="session")
 def sglang_server_of_two_ranks(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """The one server of a test run with two ranks; without deterministic inference, so with min_p and a prefix cache."""
+    """The one server of a test run with two ranks; without deterministic inference, so with min_p and a prefix cache, and without
+    a key. It may be killed, too."""
     server = tiny_server(tiny_folders[0], tmp_path_factory.mktemp("sglang-tp2") / "server.log", tp_size=2)
     server.start()
     yield server
-    server.stop()
-
-
-@dataclass(frozen=True)
-class Mortal:
-    """A server to be killed, and what it was started with."""
-
-    spec: ServerSpec
-    server: LocalServer
-
-
-@pytest.fixture(scope="session")
-def mortal(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
-    """The one server of a test run that demands a key, and may be killed: test_server.py looks at it, then test_server_faults.py
-    kills it. Started by whoever needs it."""
-    spec = tiny_spec(tiny_folders[0], tmp_path_factory.mktemp("mortal") / "server.log", api_key="key-of-the-test")
-    server = LocalServer(spec)
-    yield Mortal(spec, server)
     server.stop()
 
 

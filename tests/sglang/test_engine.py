@@ -17,7 +17,7 @@ import pytest
 from slime_ppo.errors import RolloutError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION, EnginePart, check_results
 from slime_ppo.rollout.sglang.engine import SGLangEngine
-from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer
+from slime_ppo.rollout.sglang.server import LocalServer
 from slime_ppo.types.sample import GenerateRequest, GenerateResult, SamplingParams
 from tests.helpers.engine_harness import (
     ReferenceModel,
@@ -27,7 +27,7 @@ from tests.helpers.engine_harness import (
     push_folder,
     push_folder_partly,
 )
-from tests.helpers.sglang_servers import tiny_engine
+from tests.helpers.sglang_servers import external, tiny_engine
 
 FULL = SamplingParams(max_new_tokens=12, temperature=0.7)
 RESTRICTED = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.8, top_k=12)
@@ -117,7 +117,7 @@ def test_generate_refused_request_raises_naming_sample_and_leaves_others_served(
 def test_generate_bounded_concurrency_answers_all_in_order(
     engine: SGLangEngine, sglang_server: LocalServer, tiny_folders: tuple[Path, Path]
 ) -> None:
-    bounded = tiny_engine([_external(sglang_server)], tiny_folders[0], deterministic=True, max_concurrency=2)
+    bounded = tiny_engine([external(sglang_server)], tiny_folders[0], deterministic=True, max_concurrency=2)
     push_folder(bounded, tiny_folders[0], 3)
     requests = make_requests(7, FULL)
     for one, all_at_once in zip(_generate(bounded, requests), _again(engine, tiny_folders[0], requests), strict=True):
@@ -132,7 +132,7 @@ def test_two_servers_share_the_requests_and_keep_their_order(
     tiny_folders: tuple[Path, Path],
     references: tuple[ReferenceModel, ReferenceModel],
 ) -> None:
-    two = tiny_engine([_external(sglang_server), _external(sglang_server_of_two_ranks)], tiny_folders[0])
+    two = tiny_engine([external(sglang_server), external(sglang_server_of_two_ranks)], tiny_folders[0])
     assert two.num_ranks() == 3
     push_folder(two, tiny_folders[1], 21)
     requests = make_requests(16, RESTRICTED)
@@ -155,7 +155,7 @@ def test_generate_min_p_on_unseeded_server_follows_joint_rule(
     top_p: float,
     min_p: float,
 ) -> None:
-    unseeded = tiny_engine([_external(sglang_server_of_two_ranks)], tiny_folders[0])
+    unseeded = tiny_engine([external(sglang_server_of_two_ranks)], tiny_folders[0])
     push_folder(unseeded, tiny_folders[0], 5)
     requests = make_requests(6, replace(RESTRICTED, top_k=top_k, top_p=top_p, min_p=min_p))
     check_joint_rule(references[0], requests, _generate(unseeded, requests))
@@ -165,7 +165,7 @@ def test_generate_min_p_on_unseeded_server_follows_joint_rule(
 def test_prefix_cache_is_used_and_flushed_by_every_push(
     sglang_server_of_two_ranks: LocalServer, tiny_folders: tuple[Path, Path], references: tuple[ReferenceModel, ReferenceModel]
 ) -> None:
-    unseeded = tiny_engine([_external(sglang_server_of_two_ranks)], tiny_folders[0])
+    unseeded = tiny_engine([external(sglang_server_of_two_ranks)], tiny_folders[0])
     push_folder(unseeded, tiny_folders[0], 5)
     request = GenerateRequest(1, np.arange(4, 60, dtype=np.int32), 0, FULL)
     assert _generate(unseeded, [request])[0].num_cached_tokens == 0
@@ -181,7 +181,7 @@ def test_prefix_cache_is_used_and_flushed_by_every_push(
 def test_failed_push_to_one_of_two_servers_stops_traffic_to_both(
     engine: SGLangEngine, sglang_server: LocalServer, sglang_server_of_two_ranks: LocalServer, tiny_folders: tuple[Path, Path]
 ) -> None:
-    two = tiny_engine([_external(sglang_server), _external(sglang_server_of_two_ranks)], tiny_folders[0])
+    two = tiny_engine([external(sglang_server), external(sglang_server_of_two_ranks)], tiny_folders[0])
     push_folder(two, tiny_folders[0], 30)
     with pytest.raises(WeightSyncError):
         push_folder_partly(two, tiny_folders[1], 31)
@@ -199,7 +199,7 @@ def test_router_that_passes_everything_is_used_for_requests_alone(
     requests = make_requests(3, RESTRICTED)
     expected = _generate(engine, requests)
     with _router(sglang_server.start().url, lambda body: body) as (url, paths):
-        routed = tiny_engine([_external(sglang_server)], tiny_folders[0], deterministic=True, router_url=url)
+        routed = tiny_engine([external(sglang_server)], tiny_folders[0], deterministic=True, router_url=url)
         push_folder(routed, tiny_folders[0], 40)
         for through, direct in zip(_generate(routed, requests), expected, strict=True):
             np.testing.assert_array_equal(through.response_ids, direct.response_ids)
@@ -212,16 +212,12 @@ def test_router_that_drops_fields_is_refused_before_the_first_request(
 ) -> None:
     known = ("rid", "input_ids", "sampling_params", "return_logprob")
     with _router(sglang_server.start().url, lambda body: {name: body[name] for name in known if name in body}) as (url, paths):
-        routed = tiny_engine([_external(sglang_server)], tiny_folders[0], deterministic=True, router_url=url)
+        routed = tiny_engine([external(sglang_server)], tiny_folders[0], deterministic=True, router_url=url)
         push_folder(routed, tiny_folders[0], 41)
         with pytest.raises(RolloutError, match=r"router at .* use smg, .*output_token_sampling_mask.*sglang-router 0.3.2"):
             routed.generate(make_requests(3, FULL))
         assert paths == ["/generate"] * 2
         routed.close()
-
-
-def _external(server: LocalServer) -> ExternalServer:
-    return ExternalServer(server.start().url, None)
 
 
 def _again(engine: SGLangEngine, folder: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
@@ -247,7 +243,8 @@ def _router(server_url: str, passed_on: Callable[[Body], Body]) -> Iterator[tupl
         def do_POST(self) -> None:
             paths.append(self.path)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            request = Request(server_url + self.path, json.dumps(passed_on(body)).encode(), {"Content-Type": "application/json"})
+            headers = {name: self.headers[name] for name in ("Content-Type", "Authorization")}
+            request = Request(server_url + self.path, json.dumps(passed_on(body)).encode(), headers)
             try:
                 with urlopen(request, timeout=60) as answer:
                     status, content = answer.status, answer.read()

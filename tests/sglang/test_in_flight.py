@@ -12,11 +12,11 @@ import pytest
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.rollout.engine import check_results
 from slime_ppo.rollout.sglang.engine import SGLangEngine
-from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer
+from slime_ppo.rollout.sglang.server import LocalServer
 from slime_ppo.rollout.sglang.updates import PauseMode
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams, Support
 from tests.helpers.engine_harness import ReferenceModel, make_requests, push_folder, push_folder_partly
-from tests.helpers.sglang_servers import tiny_engine
+from tests.helpers.sglang_servers import external, tiny_engine
 
 OLD, NEW = 60, 61
 LONG = SamplingParams(max_new_tokens=300, temperature=0.8)
@@ -25,9 +25,8 @@ NUM_SAMPLES = 4
 
 @pytest.fixture
 def two_engines(sglang_server: LocalServer, tiny_folders: tuple[Path, Path]) -> Iterator[dict[PauseMode, SGLangEngine]]:
-    server = ExternalServer(sglang_server.start().url, None)
     modes: tuple[PauseMode, ...] = ("abort", "retract")
-    engines = {mode: tiny_engine([server], tiny_folders[0], deterministic=True, pause_mode=mode) for mode in modes}
+    engines = {mode: tiny_engine([external(sglang_server)], tiny_folders[0], deterministic=True, pause_mode=mode) for mode in modes}
     yield engines
     for engine in engines.values():
         engine.close()

@@ -11,7 +11,7 @@ import yaml
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import RoleName
 from slime_ppo.errors import ConfigError
-from slime_ppo.launch import RunInputs, _claim_run_folder, _left_out, read_inputs
+from slime_ppo.launch import RunInputs, _claim_run_folder, read_inputs
 from slime_ppo.orchestration.ray_launcher import _start_role
 from slime_ppo.orchestration.worker_settings import worker_settings
 from tests.helpers.configs import make_config
@@ -67,12 +67,12 @@ def test_read_inputs_reads_every_evaluation_file_and_tells_what_each_has_left_ou
     config = make_config(
         model__hf_checkpoint=str(folder), run__save=str(tmp_path / "run"), data__prompt_data=paths["train"],
         data__rollout_max_prompt_len=8, data__overlong_prompt="drop", eval__eval_interval=1,
-        eval__eval_prompt_data=f"math={paths['math']},code={paths['code']}",
+        eval__eval_prompt_data=f"math={paths['math']},code={paths['code']}", critic__init_value_head="zeros",
     )  # fmt: skip
     inputs = read_inputs(config, returns_support=True)
     assert [(one.name, [p.text for p in one.prompts]) for one in inputs.eval_sets] == [("math", ["b", "c"]), ("code", ["d"])]
     left_out = "1 prompts of more than 8 tokens left out"
-    assert _left_out(config, inputs) == [f"{paths['math']}: {left_out}", f"{paths['code']}: {left_out}"]
+    assert inputs.left_out == (f"{paths['math']}: {left_out}", f"{paths['code']}: {left_out}")
 
 
 def inputs_with(respond: Respond, home: Path, **values: Value) -> RunInputs:
@@ -84,6 +84,7 @@ def inputs_with(respond: Respond, home: Path, **values: Value) -> RunInputs:
             data__prompt_data=str(home / "prompts.jsonl"),
             run__save=str(home / "run"),
             reward__rm_url=service.url,
+            critic__init_value_head="zeros",
             **values,
         )
         return read_inputs(config, returns_support=True)

@@ -20,8 +20,8 @@ LAYERS = (
     ("rollout", "weight_sync"),
     ("backends",),
     ("orchestration",),
-    ("evaluation",),
-    ("trainer",),
+    ("evaluation", "rollout_source"),
+    ("trainer", "rollout_only"),
     ("launch",),
 )
 RANK_OF = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -40,6 +40,8 @@ DRIVER_SIDE = (
     "tracking",
     "weight_sync",
     "evaluation",
+    "rollout_source",
+    "rollout_only",
     "trainer",
     "launch",
     "registry",

@@ -39,10 +39,8 @@ class WeightExporter:
 
     @property
     def config_changes(self) -> dict[str, object]:
-        """What a saved folder's config.json must say differently from the folder the model came from."""
-        if self._table.head == "language_model":
-            return {}
-        return {"architectures": [self._table.family.value_architecture], "num_labels": 1}
+        """As ConversionTable's."""
+        return self._table.config_changes
 
     @torch.no_grad()
     def gather(self, bucket: Bucket) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from slime_ppo.backends.megatron.fusions import fusions_of
 from slime_ppo.backends.megatron.rope import llama3_frequencies
 from slime_ppo.backends.megatron.spec import transformer_block_spec
 from slime_ppo.config.model_shape import ModelShape, MoeShape, padded_vocab_size
+from slime_ppo.conversion.check import require_tied
 from slime_ppo.conversion.mapping import Rule, Split
 from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
@@ -110,6 +111,12 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @torch.no_grad()
+    def start_normal(self, std: float, *, seed: int) -> None:
+        """Draw the weight from a normal distribution, the same on every rank and in every layout."""
+        drawn = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(seed))
+        self.weight.copy_(std * drawn)
+
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
@@ -129,6 +136,13 @@ def build_chunks(
     # Megatron lists the routers of all models of the process, and would keep models alive; ours are found in their layers
     RouterReplay.clear_global_router_replay_instances()
     return chunks
+
+
+def start_value_head(models: Sequence[GPTModel], std: float, *, seed: int) -> None:
+    """Draw the value head, where one of the stages has it, from a normal distribution."""
+    for model in models:
+        if model.post_process and isinstance(model.output_layer, ValueHead):
+            model.output_layer.start_normal(std, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -201,8 +215,9 @@ def load_hf_weights(
     *,
     layout: ParallelLayout,
     source: str,
+    keeps_missing_head: bool = False,
 ) -> None:
-    """Fill this rank's shards from the HF tensors. A missing value head stays as it was built: zeros.
+    """Fill this rank's shards from the HF tensors. With `keeps_missing_head` a value head that they lack stays as it is.
 
     Raises ConversionError that lists every missing, unused or mis-shaped tensor, or says that a tied output layer is not.
     """
@@ -210,12 +225,12 @@ def load_hf_weights(
     output_names, head_names = table.family.output_layer.hf, table.family.value_head.hf
     optional: frozenset[str] = frozenset()
     if is_critic:  # its trunk may come from a policy's folder, or from one that brings a head
-        optional = frozenset((*output_names, *head_names))
+        optional = frozenset((*output_names, *head_names) if keeps_missing_head else output_names)
     elif table.shape.tie_word_embeddings:  # some folders store the tied output layer again
         optional = frozenset(output_names)
     table.check_hf_names(weights, source=source, optional=optional)
     if not is_critic and optional:
-        _check_tied(table, weights, source)
+        require_tied(table, weights, source)
     wrong: list[str] = []
     for rule, parameter in converted_parameters(models, table, layout):
         if is_critic and rule.hf == head_names and not weights.keys() >= set(head_names):
@@ -247,17 +262,6 @@ def split_place(rule: Rule) -> tuple[int, int]:
             parallel_state.get_expert_tensor_parallel_rank(),
         )
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-
-
-def _check_tied(table: ConversionTable, weights: Mapping[str, torch.Tensor], source: str) -> None:
-    """An output layer that is stored beside the embedding it is tied to must equal it: transformers would untie the two."""
-    (output,) = table.family.output_layer.hf
-    (embedding,) = table.rule("embedding.word_embeddings.weight", 0).hf
-    if output in weights and not torch.equal(weights[output], weights[embedding]):
-        raise ConversionError(
-            f"{source}: config.json has tie_word_embeddings true, but {output} differs from {embedding}. Set "
-            "tie_word_embeddings to false, or save the model again"
-        )
 
 
 def _misshapen(rule: Rule, parts: Sequence[torch.Tensor], parameter: torch.Tensor, shape: ModelShape, tp_size: int) -> list[str]:

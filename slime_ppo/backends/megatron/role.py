@@ -8,13 +8,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from slime_ppo.backends.megatron.checkpoint import UnfinishedSave, load_checkpoint
 from slime_ppo.backends.megatron.collectives import context_parallel_group, gather_objects, token_parallel_group
 from slime_ppo.backends.megatron.forward import Head, Loss, forward_backward, forward_columns
 from slime_ppo.backends.megatron.init import init_rank
 from slime_ppo.backends.megatron.lm_head import widen_output_layer
 from slime_ppo.backends.megatron.memory import Offloader
 from slime_ppo.backends.megatron.mixture import LoadBalance
-from slime_ppo.backends.megatron.model import build_chunks, load_hf_weights, transformer_config
+from slime_ppo.backends.megatron.model import build_chunks, load_hf_weights, start_value_head, transformer_config
 from slime_ppo.backends.megatron.optimizer import (
     StepOutcome,
     apply_gradients,
@@ -85,6 +86,8 @@ class MegatronRole:
         if settings.model.fp32_lm_head and head == "language_model":
             for model in models:
                 widen_output_layer(model)
+        if settings.model.init_value_head == "normal":
+            start_value_head(models, settings.model.init_value_head_std, seed=settings.rank.seed)
         self.models = [model.to(self.device) for model in models]
         self.reference = None
         if settings.model.ref_folder is not None:
@@ -92,7 +95,7 @@ class MegatronRole:
         self.chunks = wrap_chunks(self.models, config, settings.execution)
         if settings.model.ref_folder is not None:
             self.reference = ReferenceWeights(self.chunks)
-        if settings.model.ref_folder != settings.model.hf_folder:
+        if settings.model.ref_folder != settings.model.hf_folder and settings.model.checkpoint_folder is None:
             self._load(settings.model.hf_folder)
         self.optimizer = build_optimizer(
             self.chunks,
@@ -101,11 +104,26 @@ class MegatronRole:
             overlap_param_gather=settings.execution.overlap_param_gather,
         )
         self.memory = Offloader(self.chunks, self.optimizer)
+        self.unfinished_save: UnfinishedSave | None = None
+        if settings.model.checkpoint_folder is not None:
+            load_checkpoint(
+                self,
+                settings.model.checkpoint_folder,
+                with_optimizer=False,
+                keeps_missing_head=settings.model.init_value_head is not None,
+            )
         if settings.starts_offloaded:
             self.memory.offload()
 
     def _load(self, folder: str) -> None:
-        load_hf_weights(self.models, self.table, HfWeights(folder), layout=self.layout, source=folder)
+        load_hf_weights(
+            self.models,
+            self.table,
+            HfWeights(folder),
+            layout=self.layout,
+            source=folder,
+            keeps_missing_head=self.settings.model.init_value_head is not None,
+        )
 
     def micro_batches(self, batch: RolloutBatch, rows: np.ndarray) -> list[MicroBatch]:
         """This rank's share of `rows`; every data-parallel rank gets equally many micro-batches.

@@ -110,6 +110,10 @@ class EmbeddedEngine:
         """Copy bucket `index` (uint8, may be a read-only view) into the parameters. Raises WeightSyncError."""
         self._receiver.load(index, flat)
 
+    def load_folder(self, folder: str) -> None:
+        """Copy the tensors of a Hugging Face folder into the parameters, in place of all buckets. Raises WeightSyncError."""
+        self._receiver.load_folder(folder)
+
     def end_update(self) -> int:
         """Make the pushed version valid and return it. Raises WeightSyncError when buckets are missing."""
         return self._receiver.end()

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from slime_ppo.errors import WeightSyncError
+from slime_ppo.conversion.hf_io import HfWeights
+from slime_ppo.errors import CheckpointError, WeightSyncError
 from slime_ppo.rollout.engine import NO_VERSION
 from slime_ppo.weight_sync.base import check_manifest
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec, dtype_name, plan_buckets, unpack_bucket
@@ -68,6 +70,20 @@ class WeightReceiver:
             for name, tensor in unpack_bucket(update.buckets[index], flat):
                 self._parameters[name].copy_(tensor)
         update.loaded.add(index)
+        self._update = update
+
+    def load_folder(self, folder: str) -> None:
+        """Copy all tensors of a Hugging Face folder, in place of the buckets. Raises WeightSyncError and ends the push."""
+        update = self._running(f"folder {folder}")
+        self._update = None
+        try:
+            weights = HfWeights(folder)
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(weights[name])
+        except (CheckpointError, SafetensorError, RuntimeError) as error:
+            raise WeightSyncError(f"the weights of {folder} do not fit the engine: {error}") from error
+        update.loaded = {bucket.index for bucket in update.buckets}
         self._update = update
 
     def end(self) -> int:

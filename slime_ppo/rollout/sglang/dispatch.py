@@ -3,10 +3,10 @@ seeds all of a server first go there as one."""
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from slime_ppo.errors import RolloutError
@@ -16,6 +16,7 @@ from slime_ppo.rollout.sglang.fleet import Member, ServerFleet
 from slime_ppo.types.sample import GenerateRequest, GenerateResult
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 _TICK_S = 0.05
 _WATCH_S = 0.5
@@ -59,18 +60,13 @@ class Dispatch:
         watch = asyncio.create_task(self._watch())
         to_servers = all(target in self._fleet.members for target in self._targets)  # what a router does with it is not known
         in_one_message = self._settings.deterministic and self._settings.max_concurrency is None and to_servers
-        tasks: list[asyncio.Task[GenerateResult]] = []
         try:
             found = await self._together(requests) if in_one_message else {}
             left = [place for place in range(len(requests)) if place not in found]
             limit = asyncio.Semaphore(self._settings.max_concurrency or len(requests))
-            tasks = [asyncio.create_task(self._limited(requests[place], limit)) for place in left]
-            found |= zip(left, await asyncio.gather(*tasks), strict=True)
+            found |= zip(left, await _at_once([self._limited(requests[place], limit) for place in left]), strict=True)
             return [found[place] for place in range(len(requests))]
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._abort_all()
             raise
         finally:
@@ -81,11 +77,11 @@ class Dispatch:
         depend on when each request arrived. What could not be asked so, or got no answer, is left out."""
         alive = [target for target in self._targets if target.lost is None]
         shares = [range(first, len(requests), len(alive)) for first in range(min(len(alive), len(requests)))]
-        asked = (
+        asked = [
             self._ask_share(target, [requests[place] for place in share]) for target, share in zip(alive, shares, strict=False)
-        )
+        ]
         found: dict[int, GenerateResult] = {}
-        for share, results in zip(shares, await asyncio.gather(*asked), strict=True):
+        for share, results in zip(shares, await _at_once(asked), strict=True):
             found |= zip(share, results, strict=False)
         return found
 
@@ -107,6 +103,10 @@ class Dispatch:
         except (ServerAnswerError, _GivenUp) as error:
             _log.warning("%d samples on %s: %s; asking each by itself", len(requests), target.address.url, error)
             return []
+        if not isinstance(answers, list) or len(answers) != len(requests):
+            raise RolloutError(
+                f"{target.address.url} was asked for {len(requests)} samples in one message and answered {str(answers)[:200]}"
+            )
         return [read_answer(*pair, versions=self._versions) for pair in zip(requests, answers, strict=True)]
 
     async def _limited(self, request: GenerateRequest, limit: asyncio.Semaphore) -> GenerateResult:
@@ -195,3 +195,15 @@ class Dispatch:
         """Best effort: who does not hear it is dead, or answers when it is done."""
         calls = [member.client.post("/abort_request", {"abort_all": True}, _ABORT_TIMEOUT_S) for member in self._fleet.alive()]
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _at_once(calls: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """The results of calls made at the same time. When one raises, the others are cancelled, and over, before that is told."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -201,6 +201,10 @@ class SGLangEngine:
         with self._push_step():
             self._updates.receive_bucket(index)
 
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """What a push must bring: the served folder's tensors in the servers' dtype."""
+        return tuple(TensorSpec(name, shape, dtype) for name, (shape, dtype) in self._settings.expected.items())
+
     def load_folder(self, folder: str) -> None:
         """Let all servers read a Hugging Face folder. Raises WeightSyncError."""
         with self._push_step():

@@ -14,6 +14,8 @@ from slime_ppo.rollout.sglang.refused_flags import refusal
 # `--context-length N` serves sequences of N - 2 tokens, and prompts that are shorter still by the response
 _CONTEXT_MARGIN = 3
 _MIN_CPU_KV_TOKENS = 32768
+BATCHED_ATTENTION = "torch_batched"
+"""The attention that `cpu_launch` adds to those of SGLang."""
 LOOPBACK = ("127.0.0.1", "localhost")
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 
@@ -68,6 +70,9 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not any(name.replace("-", "_") == "enable_torch_compile" for name, _ in spec.extra):
+            # the seeded sampler would be compiled: 8 s and a C++ compiler for a function that is as fast without
+            variables["TORCH_COMPILE_DISABLE"] = "1"
         if spec.tp_size > 1:
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = _thread_binding(spec.tp_size)
     elif spec.gpu_ids:
@@ -165,7 +170,8 @@ def _common(spec: ServerSpec, port: int) -> dict[str, str | bool]:
 def _cpu(spec: ServerSpec) -> dict[str, str | bool]:
     kv_tokens = spec.kv_tokens or max(_MIN_CPU_KV_TOKENS, 2 * spec.max_positions)
     return {
-        "attention_backend": "torch_native",
+        # with a batch in one call, the last bit of a log-prob depends on the longest sequence in it
+        "attention_backend": "torch_native" if spec.deterministic else BATCHED_ATTENTION,
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "mem_fraction_static": "0.6",

@@ -3,6 +3,7 @@
 - torchvision: two vision configs import `torchvision.transforms` at start, whatever the model; its wheel needs a CUDA torch.
   Goes when `sglang.srt.configs` imports without it.
 - sgl_kernel: there is no CPU wheel; text models call one function of it on CPUs without AMX.
+- megatron is the opposite: it is hidden, see `hide_megatron`.
 - seeds (`--enable-deterministic-inference`): SGLang refuses a CPU three times for reasons that hold for GPUs only, see
   `allow_seeds`. Go when it accepts `--device cpu` beside that flag.
 """
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from slime_ppo.rollout.sglang.server_args import BATCHED_ATTENTION
 
 # a whole number: torch.compile, which traces the hash, can't guard a global numpy scalar
 _MASK_32 = 0xFFFFFFFF
@@ -48,6 +51,18 @@ def install_sgl_kernel() -> None:
         return refuse
 
     _module("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool, __getattr__=missing)
+
+
+def hide_megatron() -> None:
+    """Let `import megatron` fail: where it is installed, SGLang's debug dumper takes a second to import it for nothing."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+
+def admit_batched_attention() -> None:
+    """Make `--attention-backend torch_batched` one that SGLang's parser knows; `cpu_launch` supplies it."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+
+    add_attention_backend_choices([BATCHED_ATTENTION])
 
 
 def assign_req_to_token_pool(

@@ -3,6 +3,7 @@
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -50,6 +51,8 @@ class Case:
     dtype: str = "float32"
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     moe_aux_loss_coeff: float = 0.0
+    critic_checkpoint: str | None = None
+    init_value_head: Literal["zeros", "normal"] | None = "zeros"
     rendezvous: str = ""
 
     def settings(self, rank: int, role: str) -> WorkerSettings:
@@ -73,6 +76,9 @@ class Case:
                 fuse_lm_head=self.fuse_lm_head,
                 fp32_lm_head=self.fp32_lm_head,
                 moe_aux_loss_coeff=self.moe_aux_loss_coeff,
+                checkpoint_folder=self.critic_checkpoint if role == "critic" else None,
+                init_value_head=self.init_value_head,
+                init_value_head_std=0.5,
             ),
             # Adam turns a gradient into its sign; the eps keeps rounding from deciding that for elements that are nearly 0
             optimizer=OptimizerSettings(

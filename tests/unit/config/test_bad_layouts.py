@@ -148,6 +148,7 @@ def _command(folder: Path, **changes: object) -> str:
         "rm-type": "length",
         "rollout-max-prompt-len": 16,
         "rollout-max-response-len": 32,
+        "init-value-head": "zeros",
     }
     return " ".join(f"--{name} {value}" for name, value in flags.items())
 

@@ -76,7 +76,7 @@ def test_parse_config_null_on_the_command_line_undoes_a_file(tmp_path: Path) -> 
         ((*REQUIRED, "--num-roll", "1"), ("unknown flag --num-roll", "Did you mean --num-rollout?")),
         ((*REQUIRED, "--no-shuffle"), ("unknown flag --no-shuffle", "Did you mean --no-rollout-shuffle?")),
         ((*REQUIRED, "--data.shuffle"), ("unknown flag --data.shuffle", "Did you mean --rollout-shuffle?")),
-        ((*REQUIRED, "--critic-load-", "x"), ("Did you mean --critic-load?", "critic.load: local Hugging Face folder")),
+        ((*REQUIRED, "--critic-load-", "x"), ("Did you mean --critic-load?", "critic.load: local folder")),
         ((*REQUIRED, "--print-confg"), ("Did you mean --print-config?",)),
         ((*REQUIRED, "--zzzzzzzz"), ("unknown flag --zzzzzzzz", "`--help` lists the flags")),
         ((*REQUIRED, "--rollout-shuffle", "true"), ("'true' belongs to no flag", "--no-x for false")),

@@ -1,5 +1,7 @@
 """Checks on files: folders, prompt files, roles apart, a free and writable run folder."""
 
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ def make(tmp_path: Path) -> Make:
         "data__prompt_data": str(prompts),
         "data__rollout_max_prompt_len": 32,
         "run__save": str(tmp_path / "deep" / "run"),
+        "critic__init_value_head": "zeros",
     }
     return lambda **values: make_config(**(good | values))
 
@@ -91,6 +94,21 @@ def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_pa
     several: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": f"one={there},two=nowhere.jsonl"}
     assert _refusal(make(**several)).startswith("--eval-prompt-data nowhere.jsonl: no such file")
     check_files(make(**(several | {"eval__eval_prompt_data": f"one={there},two={there}"})))
+
+
+def test_check_files_with_a_slice_looks_for_its_file(make: Make, tmp_path: Path) -> None:
+    check_files(make(data__prompt_data=f"{tmp_path}/prompts.jsonl@[:1]"))
+    assert _refusal(make(data__prompt_data="nowhere.jsonl@[:1]")).startswith("--prompt-data nowhere.jsonl@[:1]: no such file")
+    values: dict[str, Value] = {"data__prompt_data": f"{tmp_path}/run/hf/p.jsonl@[:1]", "run__save": str(tmp_path / "run")}
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "p.jsonl").touch()
+    assert "p.jsonl (--prompt-data), which the run would overwrite" in _refusal(make(**values))
+
+
+def test_check_files_with_a_missing_chat_template_names_it(make: Make, tmp_path: Path) -> None:
+    values: dict[str, Value] = {"data__apply_chat_template": True, "data__chat_template": "nowhere.jinja"}
+    assert _refusal(make(**values)).startswith("--chat-template nowhere.jinja: no such file, expected a Jinja template")
+    check_files(make(**(values | {"data__apply_chat_template": False})))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +180,7 @@ def test_check_files_that_would_overwrite_the_model_is_refused(make: Make, tmp_p
     assert f"--save (its hf folder) {hf} is {hf} (--hf-checkpoint), which" in _refusal(again)
 
 
-@pytest.mark.parametrize("place", ["critic", "run/hf", "critic.partial", "run/hf.old"])
+@pytest.mark.parametrize("place", ["critic/hf", "run/hf", "critic/hf.partial", "run/hf.old"])
 def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_overwrite(
     make: Make, tmp_path: Path, place: str
 ) -> None:
@@ -175,15 +193,16 @@ def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_ov
     check_files(make(**values))
     (folder / "thesis.txt").touch()
     message = _refusal(make(**values))
-    assert message.startswith("--critic-save: " if "critic" in place else "--save (its hf folder): ")
+    assert message.startswith("--critic-save (its hf folder): " if "critic" in place else "--save (its hf folder): ")
     assert f"{folder} holds thesis.txt: it is not an earlier export" in message
     check_files(make(**values, model__save_hf=False))
     assert (folder / "thesis.txt").exists()
 
 
 def test_check_files_with_saved_weights_in_the_critic_folder_needs_overwrite(make: Make, tmp_path: Path) -> None:
-    folder = str(write_model_folder(tmp_path / "critic"))
-    assert f"--critic-save {folder}: already holds saved weights" in _refusal(make(critic__save=folder))
+    folder = str(tmp_path / "critic")
+    write_model_folder(tmp_path / "critic" / "hf")
+    assert f"--critic-save (its hf folder) {folder}/hf: already holds saved weights" in _refusal(make(critic__save=folder))
     check_files(make(critic__save=folder, run__overwrite=True))
     (tmp_path / "empty").mkdir()
     check_files(make(critic__save=str(tmp_path / "empty")))
@@ -226,10 +245,76 @@ def test_check_files_with_a_linked_run_folder_sees_through_the_link(make: Make, 
     assert _refusal(make(**values)).startswith(f"--critic-save {tmp_path}/run is {tmp_path}/run (--save), which")
 
 
+def test_preflight_of_half_a_run_asks_for_what_that_half_reads(make: Make, tmp_path: Path) -> None:
+    evaluating: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": "nowhere.jsonl"}
+    preflight(make(**evaluating, debug__debug_train_only=True, debug__load_debug_rollout_data="dumps"))
+    critic: dict[str, Value] = {"critic__load": str(tmp_path / "nowhere"), "parallel__tensor_model_parallel_size": 3}
+    assert preflight(make(**critic, debug__debug_rollout_only=True)).critic is None
+    assert "nowhere.jsonl: no such file" in _refusal(make(**evaluating, debug__debug_rollout_only=True))
+
+
+def test_preflight_with_a_rollout_of_another_run_where_this_one_keeps_them_refuses(make: Make, tmp_path: Path) -> None:
+    where: dict[str, Value] = {"debug__save_debug_rollout_data": str(tmp_path / "dumps")}
+    preflight(make(**where))
+    assert not (tmp_path / "dumps").exists()
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "dumps" / "rollout_0000000.npz").touch()
+    assert "already holds rollout_0000000.npz of another run" in _refusal(make(**where))
+    (tmp_path / "file").touch()
+    assert "--save-debug-rollout-data" in _refusal(make(debug__save_debug_rollout_data=str(tmp_path / "file" / "dumps")))
+
+
 def test_preflight_without_a_critic_asks_nothing_of_its_folders(make: Make, tmp_path: Path) -> None:
-    weights = write_model_folder(tmp_path / "kept")
+    weights = write_model_folder(tmp_path / "kept" / "hf").parent
     for critic in ({"critic__load": "nowhere"}, {"critic__save": "/proc/slime_critic"}, {"critic__save": str(weights)}):
         shapes = preflight(make(**critic, ppo__advantage_estimator="grpo"))
         assert (shapes.actor.num_layers, shapes.critic) == (4, None)
         with pytest.raises(ConfigError, match="critic"):
             preflight(make(**critic))
+
+
+def _write_tensor(folder: Path, shape: tuple[int, int]) -> None:
+    """Weights of one tensor, score.weight."""
+    size = 4 * shape[0] * shape[1]
+    header = json.dumps({"score.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+
+
+def test_preflight_critic_without_a_value_head_is_told_how_to_start_one(make: Make, tmp_path: Path) -> None:
+    headless: dict[str, Value] = {"critic__init_value_head": None}
+    message = _refusal(make(**headless))
+    assert message.startswith(f"the critic starts from --hf-checkpoint {tmp_path}/model, which holds no value head (score.weight)")
+    assert "--init-value-head zeros or normal" in message
+    policy = write_model_folder(tmp_path / "policy")
+    assert f"starts from --critic-load {policy}, which" in _refusal(make(**headless, critic__load=str(policy)))
+    preflight(make(**headless, critic__load=str(policy), ppo__advantage_estimator="grpo"))
+    for start in ("zeros", "normal"):
+        preflight(make(critic__init_value_head=start))
+
+
+def test_preflight_critic_from_a_reward_model_needs_one_label_and_no_start(make: Make, tmp_path: Path) -> None:
+    reward_model = write_model_folder(tmp_path / "reward", architectures=["LlamaForSequenceClassification"])
+    config = make(critic__init_value_head=None, critic__load=str(reward_model))
+    _write_tensor(reward_model, (1, 128))
+    preflight(config)
+    _write_tensor(reward_model, (2, 128))
+    assert _refusal(config).startswith(f"{reward_model} scores 2 labels (score.weight), expected one")
+
+
+def test_preflight_critic_from_a_checkpoint_reads_the_model_beside_its_weights(make: Make, tmp_path: Path) -> None:
+    critic = tmp_path / "run" / "critic"
+    config = make(critic__init_value_head=None, critic__load=str(critic))
+    iteration = critic / "iter_0000020"
+    iteration.mkdir(parents=True)
+    latest = critic / "latest_checkpointed_iteration.txt"
+    latest.write_text("20")
+    assert f"{latest} names 20, but {iteration} holds no torch_dist checkpoint" in _refusal(config)
+    (iteration / ".metadata").touch()
+    assert f"--critic-load {critic}: {iteration} is a torch_dist checkpoint without hf/config.json" in _refusal(config)
+    write_model_folder(iteration / "hf", architectures=["LlamaForCausalLM"])
+    assert "which holds no value head" in _refusal(config)
+    preflight(make(critic__load=str(critic)))
+    write_model_folder(iteration / "hf", architectures=["LlamaForSequenceClassification"], num_hidden_layers=2)
+    (iteration / "hf" / "model.safetensors").unlink()
+    for load in (critic, iteration):
+        assert preflight(make(critic__init_value_head=None, critic__load=str(load))).critic.num_layers == 2

@@ -15,6 +15,7 @@ MODEL: Values = {"reward__rm_type": "reward_model", "reward__rm_url": "https://[
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
+        ({"reward__rm_type": "math"}, ("--rm-type math compares answers with labels, but --label-key not set. Name the key",)),
         ({"reward__rm_type": "remote"}, ("--rm-type remote needs the address", "as in http://127.0.0.1:30000/score")),
         ({"reward__rm_type": "reward_model"}, ("--rm-type reward_model needs the address", "as in http://127.0.0.1:30000")),
         ({**REMOTE, "reward__rm_url": "127.0.0.1:8000"}, ("--rm-url 127.0.0.1:8000 is no HTTP address", "http://host:port")),
@@ -45,6 +46,8 @@ def test_reward_that_cannot_be_asked_is_refused(values: Values, parts: tuple[str
 @pytest.mark.parametrize(
     "values",
     [
+        {"reward__rm_type": "math", "data__label_key": "answer"},
+        {"reward__rm_type": "math", "reward__custom_rm_path": "my.score"},
         {**REMOTE, "reward__rm_timeout_s": 27.0, "reward__rm_concurrency": 4, "reward__rm_max_attempts": 1},
         {**MODEL, "reward__rm_input": "text", "reward__rm_api_key_file": "key"},
     ],

@@ -82,7 +82,8 @@ def test_role_critic_without_overrides_is_as_the_actor_but_for_its_own_steps_and
     config = make_config(optimizer__lr=2e-3, optimizer__lr_warmup_iters=7, ppo__num_critic_only_steps=5, run__save="out/")
     actor, critic = config.role("actor"), config.role("critic")
     assert (critic.lr, critic.lr_warmup_iters, critic.hf_folder) == (actor.lr, actor.lr_warmup_iters, actor.hf_folder)
-    assert (actor.save_folder, critic.save_folder) == ("out/hf", "out/critic")
+    assert (actor.save_folder, critic.save_folder) == ("out/hf", "out/critic/hf")
+    assert (actor.checkpoint_folder, critic.checkpoint_folder) == ("out/actor", "out/critic")
     assert (actor.lr_decay_iters, critic.lr_decay_iters) == (20, 25)
 
 
@@ -98,7 +99,8 @@ def test_role_critic_with_overrides_takes_them_even_when_zero() -> None:
     )
     critic = config.role("critic")
     assert (critic.lr, critic.lr_warmup_iters, critic.clip_grad) == (5e-3, 0, 0.0)
-    assert (critic.hf_folder, critic.save_folder, critic.lr_decay_iters) == ("trunk", "elsewhere", 99)
+    assert (critic.hf_folder, critic.checkpoint_folder, critic.save_folder) == ("trunk", "elsewhere", "elsewhere/hf")
+    assert critic.lr_decay_iters == 99
     assert config.role("actor").clip_grad == 1.0
 
 

@@ -2,11 +2,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from slime_ppo.data.source import DataSource, JsonlDataSource
+from slime_ppo.data.chat import load_chat_template
+from slime_ppo.data.row_format import RowFormat
+from slime_ppo.data.source import DataSource, PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import DataError
+from tests.helpers.chat_templates import LLAMA_3, make_chat_tokenizer
 from tests.helpers.tiny_llama import make_tiny_llama
 
 
@@ -27,16 +32,13 @@ def write(folder: Path, lines: list[str]) -> Path:
     return file
 
 
-def source(file: Path, tokenizer: TextTokenizer, **changes: Any) -> JsonlDataSource:
-    options: dict[str, Any] = {
-        "input_key": "prompt",
-        "label_key": None,
-        "max_prompt_len": 100,
-        "overlong_prompt": "error",
-        "shuffle": True,
-        "seed": 0,
-    }
-    return JsonlDataSource(file, tokenizer, **(options | changes))
+def source(file: Path | str, tokenizer: TextTokenizer, **changes: Any) -> PromptSource:
+    options: dict[str, Any] = {"input_key": "prompt", "max_prompt_len": 100, "shuffle": True, "seed": 0} | changes
+    row_format = RowFormat(**{name: options.pop(name) for name in ("input_key", "label_key", "chat_template") if name in options})
+    policy = RowPolicy(
+        **{name: options.pop(name) for name in ("max_prompt_len", "overlong_prompt", "broken_row") if name in options}
+    )
+    return PromptSource(str(file), tokenizer, row_format=row_format, policy=policy, **options)
 
 
 def texts(data: DataSource, n: int) -> list[str]:
@@ -139,7 +141,8 @@ def test_overlong_prompt_is_an_error_by_default(tmp_path: Path, tokenizer: TextT
 def test_overlong_prompt_dropped_is_counted_and_rows_keep_their_index(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     file = write(tmp_path, ['{"prompt": "abcd"}', '{"prompt": "abc"}', '{"prompt": "abcde"}', '{"prompt": "x"}'])
     data = source(file, tokenizer, max_prompt_len=3, overlong_prompt="drop", shuffle=False)
-    assert (len(data), data.num_dropped) == (2, 2)
+    assert len(data) == 2
+    assert data.left_out == (f"{file}: 2 prompts of more than 3 tokens left out",)
     assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(1, "abc"), (3, "x")]
 
 
@@ -188,5 +191,107 @@ def test_line_not_utf8_is_refused_with_its_number(tmp_path: Path, tokenizer: Tex
 def test_label_missing_or_of_wrong_type_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     with pytest.raises(DataError, match=r"prompts.jsonl:1: no key 'label' \(--label-key\)"):
         source(write(tmp_path, ['{"prompt": "a"}']), tokenizer, label_key="label")
-    with pytest.raises(DataError, match=r"prompts.jsonl:1: 'label' \(--label-key\) is 7, a int; expected a string"):
-        source(write(tmp_path, ['{"prompt": "a", "label": 7}']), tokenizer, label_key="label")
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl:1: 'label' \(--label-key\) is \[7\], a list; expected a string or a number"
+    ):
+        source(write(tmp_path, ['{"prompt": "a", "label": [7]}']), tokenizer, label_key="label")
+
+
+def write_parquet(file: Path, rows: list[dict[str, object]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=3)
+    return file
+
+
+def test_parquet_draws_what_the_same_rows_as_json_lines_draw(file: Path, tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    parquet = source(write_parquet(tmp_path / "p.parquet", lines), tokenizer)
+    ours = source(file, tokenizer)
+    assert [(p.index, p.text, p.token_ids.tolist()) for p in parquet.next_prompts(20)] == [
+        (p.index, p.text, p.token_ids.tolist()) for p in ours.next_prompts(20)
+    ]
+    assert parquet.state_dict() == ours.state_dict()
+
+
+def test_parquet_resumes_at_every_row_and_refuses_changed_rows(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"p{index}", "level": index} for index in range(7)]
+    file = write_parquet(tmp_path / "p.parquet", rows)
+    whole = texts(source(file, tokenizer), 30)
+    for drawn in range(16):
+        first, resumed = source(file, tokenizer), source(file, tokenizer)
+        first.next_prompts(drawn)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert texts(resumed, 14) == whole[drawn : drawn + 14]
+    state = source(file, tokenizer).state_dict()
+    write_parquet(file, [*rows[:-1], {"prompt": "p6", "level": 7}])
+    with pytest.raises(DataError, match=r"p.parquet \(--prompt-data\): fingerprint was"):
+        source(file, tokenizer).load_state_dict(state)
+
+
+def test_slice_draws_its_rows_alone_and_counts_them_as_the_file_does(file: Path, tokenizer: TextTokenizer) -> None:
+    data = source(f"{file}@[2:5]", tokenizer)
+    assert len(data) == 3
+    assert sorted((prompt.index, prompt.text) for prompt in data.next_prompts(3)) == [(2, "p2"), (3, "p3"), (4, "p4")]
+
+
+def test_slice_state_belongs_to_these_rows_whatever_comes_behind_them(file: Path, tokenizer: TextTokenizer) -> None:
+    state = source(f"{file}@[:5]", tokenizer).state_dict()
+    file.write_text(file.read_text(encoding="utf-8") + '{"prompt": "p7"}\n', encoding="utf-8")
+    source(f"{file}@[:5]", tokenizer).load_state_dict(state)
+    with pytest.raises(DataError, match="fingerprint was"):
+        source(f"{file}@[1:6]", tokenizer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("part", ["@[3:3]", "@[7:]", "@[5:2]"])
+def test_slice_without_a_row_is_refused(file: Path, tokenizer: TextTokenizer, part: str) -> None:
+    with pytest.raises(DataError, match=r"\(--prompt-data\) names no row: the slice is empty, or the file has fewer rows"):
+        source(f"{file}{part}", tokenizer)
+
+
+BROKEN = ['{"prompt": "a"', "", "[]", '{"text": "a"}', '{"prompt": 5}', '{"prompt": ""}', '{"prompt": "\\ud800"}']
+
+
+def test_broken_rows_are_skipped_and_counted_when_asked_for(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, ['{"prompt": "first"}', *BROKEN, '{"prompt": "last"}', '{"prompt": "too long"}'])
+    data = source(file, tokenizer, broken_row="skip", max_prompt_len=5, overlong_prompt="drop", shuffle=False)
+    assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(0, "first"), (8, "last")]
+    overlong, broken = data.left_out
+    assert overlong == f"{file}: 1 prompts of more than 5 tokens left out"
+    assert broken.startswith(f"{file}: 7 broken rows left out, the first: {file}:2: broken line, ")
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_broken_rows_end_the_run_by_default(tmp_path: Path, tokenizer: TextTokenizer, line: str) -> None:
+    with pytest.raises(DataError, match=r"prompts.jsonl:2: "):
+        source(write(tmp_path, ['{"prompt": "fine"}', line]), tokenizer)
+
+
+def test_broken_rows_alone_are_an_error_also_when_skipped(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(DataError, match="all 7 rows are broken and were left out .* nothing is left. The first: .*:1: broken line"):
+        source(write(tmp_path, BROKEN), tokenizer, broken_row="skip")
+
+
+def test_file_longer_than_a_block_is_read_whole(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    file = write(tmp_path, [f'{{"prompt": "{index}"}}' for index in range(1000)])
+    assert texts(source(file, tokenizer, shuffle=False), 1000) == [str(index) for index in range(1000)]
+
+
+def test_chat_prompts_are_rendered_and_resume_with_the_same_template_alone(tmp_path: Path) -> None:
+    """Also on another day than the one the run began, which the template writes down."""
+    folder = make_chat_tokenizer(tmp_path / "model", LLAMA_3)
+    (folder / "config.json").write_text('{"eos_token_id": 1}', encoding="utf-8")
+    chat = load_tokenizer(folder)
+    file = write(tmp_path, ['{"prompt": "hi"}', '{"prompt": [{"role": "user", "content": "ho"}]}'])
+    first = source(file, chat, chat_template=load_chat_template(folder), shuffle=False)
+    for prompt, said in zip(first.next_prompts(2), ("hi", "ho"), strict=True):
+        assert prompt.text.endswith(f"{said}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
+        assert prompt.token_ids.tolist() == chat.encode(prompt.text).tolist()
+    state = first.state_dict()
+    tomorrow = load_chat_template(folder)
+    for compiled in tomorrow._compiled.values():
+        compiled.globals["strftime_now"] = lambda form: "tomorrow"
+    resumed = source(file, chat, chat_template=tomorrow, shuffle=False)
+    resumed.load_state_dict(state)
+    assert "Today: tomorrow" in resumed.next_prompts(1)[0].text
+    with pytest.raises(DataError, match="chat_template was '.*' when it was saved and is '.*' now"):
+        other = load_chat_template(folder, variables={"date_string": "1 Jan 2024"})
+        source(file, chat, chat_template=other, shuffle=False).load_state_dict(state)

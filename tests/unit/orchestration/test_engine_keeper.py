@@ -120,3 +120,11 @@ def test_push_to_an_engine_that_lost_servers_asleep_starts_them_before_the_actor
     del journal[:]
     keeper.push(4)
     assert journal == ["offload actor", "offload rollout", "wake rollout", "wake actor", "push 4", "offload actor"]
+
+
+def test_push_without_an_actor_wakes_the_engine_alone() -> None:
+    keeper, journal, _ = _keeper()
+    del keeper.turns.tenants["actor"]  # type: ignore[attr-defined]
+    keeper.push(0)
+    keeper.push(0)
+    assert journal == ["wake rollout", "push 0"]

@@ -30,7 +30,7 @@ def test_resolve_custom_path_wins_over_the_name() -> None:
 def test_resolve_unknown_name_lists_known_and_nearest() -> None:
     with pytest.raises(
         ConfigError,
-        match="--rm-type: no reward function is called 'vaader'; did you mean 'vader'\\? Known: remote, reward_model, vader",
+        match="--rm-type: no reward function is called 'vaader'; did you mean 'vader'\\? Known: math, remote, reward_model, vader",
     ):
         resolved("vaader")
 
@@ -42,7 +42,7 @@ def test_resolve_file_name_instead_of_path_is_refused() -> None:
 
 def test_resolve_neither_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"no reward function: give --rm-type \(remote, reward_model, vader\), or --custom-rm-path"
+        ConfigError, match=r"no reward function: give --rm-type \(math, remote, reward_model, vader\), or --custom-rm-path"
     ):
         resolved(None)
 

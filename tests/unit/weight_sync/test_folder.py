@@ -41,9 +41,11 @@ def test_check_folder_lists_all_differences_of_a_folder_in_several_files(tmp_pat
     folder = make_tiny_llama(tmp_path)
     expected = served_tensors(folder, "float32")
     check_folder(folder, expected)
+    add_tensors(folder, lm_head__weight=np.zeros((100, 64), np.float32))  # tied: no server reads it
+    check_folder(folder, expected)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    del tensors["model.norm.weight"]
+    del tensors["model.norm.weight"], tensors["lm_head.weight"]
     parts = {"model-00001.safetensors": {"extra": np.zeros(1, np.float32)}, "model-00002.safetensors": tensors}
     tensors["model.embed_tokens.weight"] = np.zeros((99, 64), np.float32)
     for file, content in parts.items():

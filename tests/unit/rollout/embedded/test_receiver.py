@@ -1,8 +1,11 @@
 """A push is all or nothing: every way it can fail leaves no valid version and says what to do."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slime_ppo.errors import WeightSyncError
 from slime_ppo.rollout.embedded.receiver import WeightReceiver
@@ -135,3 +138,30 @@ def test_receiver_invalidate_during_a_push_ends_it(receiver: WeightReceiver) -> 
     receiver.invalidate()
     with pytest.raises(WeightSyncError, match="bucket 0 arrived while no push was under way"):
         receiver.load(0, flats[0])
+
+
+def test_receiver_folder_brings_all_tensors_in_the_parameters_types(
+    receiver: WeightReceiver, parameters: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    whole = {name: tensor.double() for name, tensor in SOURCE.items()} | {"unused": torch.zeros(3)}
+    save_file(whole, tmp_path / "model.safetensors")
+    receiver.begin(receiver.manifest(), 4, bucket_bytes=BUCKET_BYTES)
+    receiver.load_folder(str(tmp_path))
+    assert receiver.end() == 4
+    for name, tensor in SOURCE.items():
+        torch.testing.assert_close(parameters[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"b": None}, "has no tensor b"), ({"b": torch.zeros(5)}, "do not fit the engine: .*size")]
+)
+def test_receiver_folder_that_does_not_fit_ends_the_push(
+    receiver: WeightReceiver, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    save_file({name: tensor for name, tensor in (SOURCE | change).items() if tensor is not None}, tmp_path / "model.safetensors")
+    _begun(receiver)
+    with pytest.raises(WeightSyncError, match=message):
+        receiver.load_folder(str(tmp_path))
+    assert receiver.version == NO_VERSION
+    with pytest.raises(WeightSyncError, match="while no push was under way"):
+        receiver.end()

@@ -22,18 +22,23 @@ from slime_ppo.rollout.sglang.server import ServerAddress
 from slime_ppo.types.sample import FinishReason, GenerateRequest, GenerateResult, SamplingParams
 
 SETTINGS = DispatchSettings(vocab_size=100, deterministic=False, max_concurrency=None, max_attempts=3, request_timeout_s=30.0)
-Respond = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
+SEEDED = replace(SETTINGS, deterministic=True)
+Respond = Callable[[dict[str, Any]], tuple[int, Any]]
 
 
 class _HttpServer(ThreadingHTTPServer):
     request_queue_size = 64
 
+    def handle_error(self, *_: object) -> None:
+        """Quiet: requests that were cancelled have no reader."""
+
 
 class FakeServer:
-    """`respond` answers /generate; the other calls are answered with nothing. It is a `Server`, too."""
+    """`respond` answers /generate; the other calls are answered with nothing. It is a `Server`, too. `asked` are the names of the
+    requests, a list of them for each message that asks for several."""
 
     def __init__(self, respond: Respond) -> None:
-        self.asked: list[str] = []
+        self.asked: list[Any] = []
         self.controls: list[tuple[str, dict[str, Any]]] = []
         self.most_at_once = 0
         self.problem_text: str | None = None
@@ -59,9 +64,10 @@ class FakeServer:
             def log_message(self, *_: object) -> None: ...
 
         self._http = _HttpServer(("127.0.0.1", 0), Handler)
-        Thread(target=self._http.serve_forever, daemon=True).start()
+        Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()  # looks so often whether to end
 
     def start(self) -> ServerAddress:
+        self.problem_text = None
         return ServerAddress(f"http://127.0.0.1:{self._http.server_address[1]}", 1, 1)
 
     def problem(self) -> str | None:
@@ -74,7 +80,7 @@ class FakeServer:
         self._http.shutdown()
         self._http.server_close()
 
-    def _generate(self, respond: Respond, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _generate(self, respond: Respond, body: dict[str, Any]) -> tuple[int, Any]:
         with self._lock:
             self.asked.append(body["rid"])
             self._running += 1
@@ -109,6 +115,13 @@ def _served(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         "cached_tokens": 0,
     }
     return 200, {"output_ids": [token], "meta_info": meta}
+
+
+def _served_together(body: dict[str, Any]) -> tuple[int, Any]:
+    """As `_served` for each sample of a message, or for the one of a request by itself."""
+    if isinstance(body["rid"], str):
+        return _served(body)
+    return 200, [_served({"input_ids": ids})[1] for ids in body["input_ids"]]
 
 
 def _slow(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -261,6 +274,58 @@ def test_run_lost_router_before_living_servers_is_an_error(fakes: Callable[[Resp
     fleet.close()
 
 
+def test_run_seeded_samples_go_to_each_server_in_one_message(fakes: Callable[[Respond], FakeServer]) -> None:
+    first, second = servers = fakes(_served_together), fakes(_served_together)
+    fleet = ServerFleet(servers, None)
+    results = _run(fleet, 5, SEEDED)
+    fleet.close()
+    assert [result.response_ids.tolist() for result in results] == [[20 + index] for index in range(5)]
+    assert [[rid.split("-")[1:] for rid in message] for message in first.asked] == [[["10", "0"], ["12", "0"], ["14", "0"]]]
+    assert [[rid.split("-")[1:] for rid in message] for message in second.asked] == [[["11", "0"], ["13", "0"]]]
+
+
+def test_run_seeded_share_of_a_server_that_dies_is_asked_elsewhere_and_the_others_are_kept(
+    fakes: Callable[[Respond], FakeServer],
+) -> None:
+    release = Event()
+    dying, well = fakes(lambda body: (500, {"x": release.wait(30)})), fakes(_served_together)
+    fleet = ServerFleet([dying, well], None)
+    Timer(0.3, lambda: setattr(dying, "problem_text", "its scheduler died")).start()
+    results = _run(fleet, 5, SEEDED)
+    release.set()
+    fleet.close()
+    assert {result.finish for result in results} == {FinishReason.LENGTH}
+    assert [result.response_ids.tolist() for result in results] == [[20 + index] for index in range(5)]
+    kept, *again = well.asked
+    assert [rid.split("-")[1:] for rid in kept] == [["11", "0"], ["13", "0"]]
+    assert sorted(rid.split("-")[1:] for rid in again) == [["10", "1"], ["12", "1"], ["14", "1"]]
+    assert len(dying.asked) == 1
+
+
+def test_run_seeded_share_with_a_sample_that_is_refused_names_it(fakes: Callable[[Respond], FakeServer]) -> None:
+    """As a server does, the fake refuses the whole message for it."""
+    servers = [fakes(lambda body: (400, {"error": "too long"}) if "22" in str(body["input_ids"]) else _served_together(body))] * 2
+    fleet = ServerFleet(servers, None)
+    with pytest.raises(RolloutError, match=r"sample 12: .*/generate answered 400: .*too long"):
+        _run(fleet, 5, SEEDED)
+    fleet.close()
+
+
+@pytest.mark.parametrize("answer", [{"output_ids": [1]}, [], [{"output_ids": [1]}] * 2])
+def test_run_seeded_wrong_answer_is_told_when_no_request_is_left_under_way(
+    fakes: Callable[[Respond], FakeServer], answer: object
+) -> None:
+    release = Event()
+    wrong, slow = fakes(lambda body: (200, answer)), fakes(lambda body: (500, {"x": release.wait(30)}))
+    fleet = ServerFleet([wrong, slow], None)
+    with pytest.raises(RolloutError, match=r"(in one message and answered|answered without meta_info)"):
+        _run(fleet, 4, SEEDED)
+    assert not any(member.running for member in fleet.members)
+    assert len(slow.asked) == 1
+    release.set()
+    fleet.close()
+
+
 def test_post_lets_a_server_that_refuses_leave_while_others_wait_for_it(fakes: Callable[[Respond], FakeServer]) -> None:
     left = ("/leave", {"group": "a"})
 
@@ -289,4 +354,18 @@ def test_post_to_a_server_that_dies_is_an_error_unless_it_may(fakes: Callable[[R
     assert fleet.alive() == fleet.members[1:]
     with pytest.raises(RolloutError, match="1 of 2 SGLang servers failed: .*its scheduler died"):
         fleet.post_to(fleet.members, "/pause_generation", {}, timeout_s=5.0)
+    fleet.close()
+
+
+def test_lost_server_is_started_a_bounded_number_of_times(fakes: Callable[[Respond], FakeServer]) -> None:
+    dying, well = fakes(_served), fakes(_served)
+    fleet = ServerFleet([dying, well], None)
+    for _ in range(2):
+        dying.problem_text = "its scheduler died"
+        assert fleet.restart_lost(2) == fleet.members[:1]
+        assert fleet.alive() == fleet.members
+    dying.problem_text = "its scheduler died"
+    with pytest.raises(RolloutError, match=r"was started anew 2 times already \(--sglang-max-restarts\): its scheduler died"):
+        fleet.restart_lost(2)
+    assert fleet.alive() == fleet.members[1:]
     fleet.close()

@@ -57,10 +57,21 @@ def test_command_on_a_gpu_has_what_turns_and_sync_need_and_no_key() -> None:
 def test_command_on_a_cpu_uses_torch_and_the_given_cache_and_threads() -> None:
     spec = replace(SPEC, device="cpu", kv_tokens=500, num_threads=3, tp_size=2, is_reward_model=True)
     command, environment = server_command(spec, 1), server_environment(spec)
-    assert (_value(command, "--attention-backend"), _value(command, "--max-total-tokens")) == ("torch_native", "500")
+    assert (_value(command, "--attention-backend"), _value(command, "--max-total-tokens")) == ("torch_batched", "500")
     assert "--is-embedding" in command and "--enable-memory-saver" not in command
     assert environment["OMP_NUM_THREADS"] == "3" and environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_command_on_a_cpu_with_seeds_keeps_the_attention_whose_numbers_do_not_depend_on_the_batch() -> None:
+    assert _value(server_command(replace(SPEC, device="cpu", deterministic=True), 1), "--attention-backend") == "torch_native"
+
+
+def test_environment_turns_the_compiler_off_on_a_cpu_unless_it_is_asked_for() -> None:
+    spec = replace(SPEC, device="cpu")
+    assert server_environment(spec)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in server_environment(replace(spec, extra=(("enable-torch-compile", None),)))
+    assert "TORCH_COMPILE_DISABLE" not in server_environment(SPEC)
 
 
 def test_command_flags_of_the_user_come_last_and_so_win() -> None:

@@ -1,5 +1,8 @@
 """The stand-ins compute what the functions they stand for compute."""
 
+import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -57,14 +60,45 @@ def test_install_sgl_kernel_other_functions_say_that_they_need_a_gpu(monkeypatch
     ("argv", "installed"),
     [
         (["serve", "1", "--device", "cuda", "--enable-deterministic-inference"], []),
-        (["serve", "1", "--device", "cpu"], ["torchvision", "sgl_kernel"]),
-        (["serve", "1", "--device", "cpu", "--enable-deterministic-inference"], ["torchvision", "sgl_kernel", "seeds"]),
+        (["serve", "1", "--device", "cpu"], ["torchvision", "sgl_kernel", "no megatron", "attention"]),
+        (
+            ["serve", "1", "--device", "cpu", "--enable-deterministic-inference"],
+            ["torchvision", "sgl_kernel", "no megatron", "attention", "seeds"],
+        ),
     ],
 )
 def test_install_stand_ins_only_on_a_cpu(argv: Sequence[str], installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(stand_ins, "install_torchvision", lambda: calls.append("torchvision"))
     monkeypatch.setattr(stand_ins, "install_sgl_kernel", lambda: calls.append("sgl_kernel"))
+    monkeypatch.setattr(stand_ins, "hide_megatron", lambda: calls.append("no megatron"))
+    monkeypatch.setattr(stand_ins, "admit_batched_attention", lambda: calls.append("attention"))
     monkeypatch.setattr(stand_ins, "allow_seeds", lambda: calls.append("seeds"))
     serve.install_stand_ins(argv)
     assert calls == installed
+
+
+def test_hide_megatron_lets_its_import_fail_as_if_it_were_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "megatron")
+    stand_ins.hide_megatron()
+    with pytest.raises(ImportError):
+        importlib.import_module("megatron.core.packed_seq_params")
+
+
+NAMED = """
+import os
+from slime_ppo.rollout.sglang.serve import name_processes
+name_processes()
+os.environ["FIRST"] = "longer than before"
+from setproctitle import setproctitle
+setproctitle("sglang::scheduler")
+print(open("/proc/self/cmdline").read().strip("\\0 "))
+"""
+
+
+def test_process_gets_its_name_though_a_variable_was_changed() -> None:
+    """The symptom: with TORCHINDUCTOR_CACHE_DIR set nobody watched the scheduler, since its process had no name to find it by."""
+    environment = {"FIRST": "1", **os.environ}
+    done = subprocess.run([sys.executable, "-c", NAMED], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "sglang::scheduler"

@@ -1,0 +1,44 @@
+"""What the converters' command lines share: sizes in words, a progress bar, and care for what is already there. No torch."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from slime_ppo.errors import CheckpointError, ConfigError
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def size_words(num_bytes: int) -> str:
+    """As in "1.5 MB"; units are powers of 1000."""
+    unit = next((name for name, factor in reversed(_UNITS.items()) if num_bytes >= factor), None)
+    return f"{num_bytes} bytes" if unit is None else f"{num_bytes / _UNITS[unit]:.1f} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB" or "5GB". Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", text.strip().upper())
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"{text!r} is no size, expected a number above 0 and one of {', '.join(_UNITS)}, as in 5GB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def require_empty(out: Path, *, force: bool) -> None:
+    """Raises CheckpointError for an output that holds something, unless `force`: writers then replace what is their own."""
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise CheckpointError(f"{out} is not empty. Write to a new folder, or replace an earlier conversion with --force")
+
+
+@contextmanager
+def byte_progress(total: int, text: str) -> Iterator[Callable[[int], None]]:
+    """A function that is told bytes as they are done; a bar shows them on a terminal."""
+    with tqdm(total=total, desc=text, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def advance(num_bytes: int) -> None:
+            bar.update(num_bytes)
+
+        yield advance

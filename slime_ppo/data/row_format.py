@@ -1,0 +1,137 @@
+"""From a row of a prompt file to the text of a prompt, its label and its metadata."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slime_ppo.data.chat import ChatTemplate
+from slime_ppo.data.rows import BrokenRow, RawRow
+from slime_ppo.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """What a row says: `given` as it stands under the input key, `tools` (None: no tools), `text` as the policy will read it."""
+
+    index: int
+    place: str
+    given: object
+    tools: Sequence[object] | None
+    text: str
+    label: str | None
+    metadata: Mapping[str, object]
+
+    @property
+    def identity(self) -> bytes:
+        """What makes it this row, for a fingerprint: all of it but the rendered text, which may hold today's date."""
+        said = [self.index, self.given, self.tools, self.label, self.metadata]
+        return json.dumps(said, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Where in a row the prompt is, and its label and tools if there are any; all other keys are metadata.
+
+    Without `chat_template` the prompt is a text. With it, it is a list of messages ({"role": ..., "content": ...}) or a text, which
+    is then a user's message; tools are a list of JSON schemas, or a text that holds one.
+    """
+
+    input_key: str
+    label_key: str | None = None
+    tool_key: str | None = None
+    chat_template: ChatTemplate | None = None
+
+    def read(self, row: RawRow) -> PromptRow:
+        """Raises BrokenRow for a row that holds no prompt."""
+        if row.problem:
+            raise BrokenRow(row.problem)
+        if not isinstance(row.content, dict):
+            raise BrokenRow(f"found a JSON {type(row.content).__name__}, expected an object with the key {self.input_key!r}")
+        given = _value(row.content, self.input_key, "--input-key")
+        tools = None
+        if self.chat_template is None:
+            text = _plain_text(given, self.input_key)
+        else:
+            if self.tool_key is not None:
+                tools = _tools(_value(row.content, self.tool_key, "--tool-key"), self.tool_key)
+            text = _rendered(self.chat_template, _messages(given, self.input_key), tools)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BrokenRow(f"{self.input_key!r} (--input-key) is no text: {error.reason}. Fix the line") from error
+        label = None if self.label_key is None else _label(_value(row.content, self.label_key, "--label-key"), self.label_key)
+        own = (self.input_key, self.label_key, self.tool_key)
+        metadata = {key: value for key, value in row.content.items() if key not in own}
+        return PromptRow(row.index, row.place, given, tools, text, label, metadata)
+
+
+def _value(content: Mapping[str, object], key: str, flag: str) -> object:
+    if key not in content:
+        raise BrokenRow(f"no key {key!r} ({flag}); the line has {sorted(content)}. Fix the line or the flag")
+    return content[key]
+
+
+def _plain_text(value: object, key: str) -> str:
+    if isinstance(value, str):
+        return value
+    hint = ", or messages with --apply-chat-template" if isinstance(value, list) else ""
+    raise BrokenRow(f"{key!r} (--input-key) is {_shown(value)}; expected a string{hint}")
+
+
+def _label(value: object, key: str) -> str:
+    """The label's text. Files of sums have numbers: 72 is "72" and 0.5 is "0.5"."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    raise BrokenRow(
+        f"{key!r} (--label-key) is {_shown(value)}; expected a string or a number. Without --label-key it is handed to the reward "
+        "function as metadata"
+    )
+
+
+def _messages(value: object, key: str) -> list[Mapping[str, object]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise BrokenRow(f"{key!r} (--input-key) is {_shown(value)}; expected messages, or the text of a user's message")
+    messages: list[Mapping[str, object]] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BrokenRow(
+                f"message {number} of {key!r} (--input-key) is {_shown(message)}; expected an object with role and content"
+            )
+        # rows of a parquet file have every key that any row has
+        said = {name: entry for name, entry in message.items() if entry is not None or name == "content"}
+        if said.get("content") is None and "tool_calls" not in said:
+            raise BrokenRow(f"message {number} of {key!r} (--input-key) has no content")
+        messages.append(said)
+    if messages[-1]["role"] == "assistant":
+        raise BrokenRow(f"the last message of {key!r} (--input-key) is the assistant's, which the policy is to write. Leave it out")
+    return messages
+
+
+def _tools(value: object, key: str) -> list[object] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BrokenRow(f"{key!r} (--tool-key) is a text that is no JSON: {error}") from error
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BrokenRow(f"{key!r} (--tool-key) is {_shown(value)}; expected a list of JSON schemas, one object per tool")
+    return value
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None) -> str:
+    try:
+        return template.render(messages, tools)
+    except DataError as error:
+        raise BrokenRow(str(error)) from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'}, a {type(value).__name__}"

@@ -1,0 +1,66 @@
+"""Rows of a parquet file, read batch by batch."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slime_ppo.config.prompt_path import PromptPath
+from slime_ppo.data.rows import RawRow
+from slime_ppo.errors import DataError
+
+_BATCH_ROWS = 64
+# compressed pages are read through a buffer of this size, not a column of a row group at once
+_BUFFER_BYTES = 1024**2
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+def read_parquet(path: PromptPath, origin: str) -> Iterator[RawRow]:
+    """The rows that `path` names; row groups without any of them are not read, and columns that hold bytes (images) never are.
+
+    Values become what JSON has: a date, a time or a decimal number its text, a map an object. Raises OSError, and DataError for
+    a file that is no whole parquet file.
+    """
+    try:
+        with pq.ParquetFile(path.file, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+            yield from _rows(file, path)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"prompt file {path.file} ({origin}) is no parquet file that can be read: {error}. Copy it again from "
+            "where it came from"
+        ) from error
+
+
+def _rows(file: pq.ParquetFile, path: PromptPath) -> Iterator[RawRow]:
+    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    wanted = path.rows(sum(counts))
+    ends = list(accumulate(counts))
+    groups = [group for group, end in enumerate(ends) if end > wanted.start and end - counts[group] < wanted.stop]
+    columns = [field.name for field in file.schema_arrow if not _holds_bytes(field.type)]
+    index = ends[groups[0]] - counts[groups[0]] if groups else 0
+    for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+        first, end = max(index, wanted.start), min(index + len(batch), wanted.stop)
+        kept = batch.slice(first - index, max(0, end - first))
+        for place, content in enumerate(kept.to_pylist(), start=first):
+            yield RawRow(place, f"{path.file}[{place}]", {key: _as_json(value) for key, value in content.items()})
+        index += len(batch)
+        if index >= wanted.stop:
+            return
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _holds_bytes(kind.value_type)
+    is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    return any(check(kind) for check in is_bytes) or any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], tuple):  # a map; older versions of pyarrow have no other form
+        return {str(key): _as_json(entry) for key, entry in value}
+    if isinstance(value, list):
+        return [_as_json(entry) for entry in value]
+    return value if isinstance(value, _PLAIN_TYPES) else str(value)

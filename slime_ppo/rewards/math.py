@@ -1,0 +1,101 @@
+"""Answers to mathematical questions: 1 when the last answer of the response is the label's, by math-verify."""
+
+import logging
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from slime_ppo.errors import ConfigError
+from slime_ppo.rewards.base import RewardFailure, RewardInput
+
+# behind this mark stands the answer, in GSM8K's labels and in responses of models that learned from them
+_MARK = "####"
+_BOX = "\\boxed{"
+# an answer is at the end, and the search for one in running text slows down with the square of its length
+_SEARCHED_CHARS = 2000
+_LONGEST_ANSWER_CHARS = 500
+# math-verify would read a word as a product of letters, equal to each of its anagrams
+_WORD = re.compile(r"\s*(?:\\text\s*\{)?\s*([A-Za-z]{3,})\s*\}?\s*\.?\s*")
+
+
+class MathReward:
+    """1.0 for a response whose answer equals the label, 0.0 for another or none.
+
+    The answer is what stands in the last \\boxed{...} that is closed, else behind the last ####, else the last expression or
+    number of the text as math-verify finds it. The label is a number or an expression, or a text with one behind #### or in
+    \\boxed{...}. Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5; words of
+    three letters or more are equal as words, whatever their case.
+
+    An expression like 9^(9^(9^9)) takes forever. math-verify's own time limit is off, since it needs a signal and with it the
+    main thread; the process that runs this function is killed at --reward-timeout-s instead, and the sample is named.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import math_verify
+        except ImportError as error:
+            raise ConfigError(f"--rm-type math needs the package math-verify ({error}): pip install 'slime-ppo[math]'") from error
+        self._math = math_verify
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the time limit that is off
+        # sympy takes a second to get going, which is no sample's fault
+        self._equal("1/2", "\\boxed{0.5}")
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float | RewardFailure]:
+        return [self._score(item.label, item.response) for item in inputs]
+
+    def _score(self, label: str | None, response: str) -> float | RewardFailure:
+        if label is None:
+            return RewardFailure("needs a label to compare with, and the prompt has none (--label-key)")
+        right = _marked(label)
+        right = label.strip() if right is None else right
+        if not _WORD.fullmatch(right) and not self._parsed_label(right):
+            return RewardFailure(f"found no answer in the label {label[-60:]!r}")
+        return float(self._equal(right, response))
+
+    def _equal(self, right: str, response: str) -> bool:
+        answer, word = _marked(response), _WORD.fullmatch(right)
+        if word:
+            given = _WORD.fullmatch(_last_word(response) if answer is None else answer)
+            return given is not None and given[1].casefold() == word[1].casefold()
+        if answer is None:
+            parsed = self._math.parse(response[-_SEARCHED_CHARS:], parsing_timeout=None)
+        elif len(answer) <= _LONGEST_ANSWER_CHARS:
+            parsed = self._parsed(answer)
+        else:
+            return False
+        return bool(self._math.verify(self._parsed_label(right), parsed, timeout_seconds=None))
+
+    def _parsed(self, answer: str) -> list[object]:
+        found: list[object] = self._math.parse(f"{_BOX}{answer}}}", parsing_timeout=None)
+        return found
+
+    @lru_cache(maxsize=1024)  # noqa: B019  one object in a process
+    def _parsed_label(self, label: str) -> list[object]:
+        """The samples of a prompt share their label."""
+        return self._parsed(label)
+
+
+def _marked(text: str) -> str | None:
+    """The answer in the last box that is closed, or else on the line of the last mark; None where there is neither."""
+    start = text.rfind(_BOX)
+    while start >= 0:
+        content = _up_to_closing_brace(text[start + len(_BOX) :])
+        if content is not None:
+            return content.strip()
+        start = text.rfind(_BOX, 0, start)
+    _, mark, behind = text.rpartition(_MARK)
+    return behind.strip().split("\n")[0].strip() if mark else None
+
+
+def _up_to_closing_brace(text: str) -> str | None:
+    depth = 1
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return text[: found.start()]
+    return None
+
+
+def _last_word(text: str) -> str:
+    words = re.findall(r"[A-Za-z]+", text[-_SEARCHED_CHARS:])
+    return words[-1] if words else ""

@@ -1,0 +1,154 @@
+"""What the tests of checkpoints run on each rank of the pool."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+
+from slime_ppo.backends.megatron.checkpoint import finish_save, load_checkpoint, save_checkpoint
+from slime_ppo.backends.megatron.role import MegatronRole
+from slime_ppo.errors import CheckpointError
+from slime_ppo.types.load_report import LoadReport
+from tests.dist.backends.cases import Case, make_plan, make_scored_batch
+from tests.dist.backends.ranks import Tensors, _data, _start, _whole
+
+ROLES = ("actor", "critic")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What one role was told, and its whole weights after three more steps."""
+
+    report: LoadReport | None
+    weights: Tensors
+
+
+def _roles(case: Case) -> dict[str, MegatronRole]:
+    return dict(zip(ROLES, _start(case), strict=True))
+
+
+def _train(role: MegatronRole, case: Case, seed: int) -> None:
+    role.train(make_scored_batch(seed), make_plan(), [case.lr] * 3)
+
+
+def save_and_go_on(case: Case, folder: str, in_background: bool = False) -> dict[str, Resumed]:
+    """Train both roles, save each in a folder of its name, and train on: in the background, while the file is written."""
+    after = {}
+    for name, role in _roles(case).items():
+        _train(role, case, 0)
+        save_checkpoint(role, f"{folder}/{name}", in_background=in_background)
+        _train(role, case, 1)
+        finish_save(role)
+        after[name] = Resumed(None, _whole(role, _data))
+    return after
+
+
+def load_and_go_on(case: Case, folder: str, again: str | None = None) -> dict[str, Resumed]:
+    """Load both roles, save what came in another folder, train as `save_and_go_on` has done after its save."""
+    after = {}
+    for name, role in _roles(case).items():
+        reference = None if role.reference is None else [copy.clone() for copy in role.reference._host]
+        report = load_checkpoint(role, f"{folder}/{name}", with_optimizer=True)
+        if role.reference is not None and not all(map(torch.equal, reference, role.reference._host)):
+            raise AssertionError("a load has changed the reference")
+        if again is not None:
+            save_checkpoint(role, f"{again}/{name}", in_background=False)
+        _train(role, case, 1)
+        after[name] = Resumed(report, _whole(role, _data))
+    return after
+
+
+def load_weights(case: Case, folder: str) -> tuple[Tensors, bool]:
+    """(the actor's whole weights from a checkpoint without its optimizer, main parameters equal them)."""
+    role = _roles(case)["actor"]
+    load_checkpoint(role, folder, with_optimizer=False)
+    mains = [main for part in role.optimizer.chained_optimizers for group in part.param_groups for main in group["params"]]
+    parameters = torch.cat([parameter.data.float().view(-1) for model in role.models for parameter in model.parameters()])
+    fresh = not any(part.optimizer.state for part in role.optimizer.chained_optimizers)
+    return _whole(role, _data), fresh and all(bool(torch.isin(main.data, parameters).all()) for main in mains)
+
+
+def start(case: Case) -> tuple[Tensors, np.ndarray]:
+    """(the critic's whole weights as it starts, its random state)."""
+    role = _roles(case)["critic"]
+    return _whole(role, _data), torch.get_rng_state().numpy()
+
+
+def refusal(case: Case, folder: str, *, role: str, with_optimizer: bool = True) -> str:
+    """Why the role does not take the checkpoint; an AssertionError when the attempt has changed it or raised nothing."""
+    loads = _roles(case)[role]
+    before = _whole(loads, _data)
+    try:
+        load_checkpoint(loads, folder, with_optimizer=with_optimizer)
+    except CheckpointError as error:
+        after = _whole(loads, _data)
+        if not all(np.array_equal(after[name], before[name]) for name in before):
+            raise AssertionError(f"a load that was refused has changed weights: {error}") from error
+        return str(error)
+    raise AssertionError(f"{folder} was loaded")
+
+
+def failed_save(case: Case, folder: str, again: str) -> tuple[str, str]:
+    """What both ways of saving into `folder`, where it can't be done, say; after it the actor trains and saves `again`."""
+    role, problems = _roles(case)["actor"], []
+    for in_background in (False, True):
+        try:
+            save_checkpoint(role, f"{folder}/{in_background}", in_background=in_background)
+            finish_save(role)
+        except CheckpointError as error:
+            problems.append(str(error))
+    _train(role, case, 0)
+    save_checkpoint(role, again, in_background=False)
+    return problems[0], problems[1]
+
+
+def rng_after_load(case: Case, folder: str) -> bool:
+    """True when the random states of the save are there again after a load."""
+    role = _roles(case)["actor"]
+    torch.manual_seed(1234 + dist.get_rank())
+    tensor_parallel.get_cuda_rng_tracker().add("test", 99 + dist.get_rank())
+    saved = torch.get_rng_state(), tensor_parallel.get_cuda_rng_tracker().get_states()
+    save_checkpoint(role, folder, in_background=False)
+    torch.manual_seed(7)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    load_checkpoint(role, folder, with_optimizer=True)
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    equal = states.keys() == saved[1].keys() and all(torch.equal(states[name], saved[1][name]) for name in states)
+    return torch.equal(torch.get_rng_state(), saved[0]) and equal
+
+
+_MEGATRON = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
+
+
+def _megatron_state(role: MegatronRole, *, is_loading: bool) -> dict:
+    """What Megatron's own code saves and loads, from the unwrapped model, whose virtual stages have numbers there."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = _MEGATRON | {"dp_cp_group": group}
+    names = ["model"] if len(role.models) == 1 else [f"model{number}" for number in range(len(role.models))]
+    state = {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, role.models, strict=True)}
+    return state | {"optimizer": role.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)}
+
+
+def load_by_megatron(case: Case, folder: str) -> Resumed:
+    """The actor as Megatron's own code loads it from our checkpoint, trained as `load_and_go_on`."""
+    role = _roles(case)["actor"]
+    state = dist_checkpointing.load(_megatron_state(role, is_loading=True), folder)
+    for number, model in enumerate(role.models):
+        model.load_state_dict(state["model" if len(role.models) == 1 else f"model{number}"], strict=False)
+    role.optimizer.load_state_dict(state["optimizer"])
+    _train(role, case, 1)
+    return Resumed(None, _whole(role, _data))
+
+
+def save_by_megatron(case: Case, folder: str) -> Tensors:
+    """The actor's whole weights, and `folder` as Megatron's own code saves it."""
+    role = _roles(case)["actor"]
+    _train(role, case, 0)
+    if dist.get_rank() == 0:
+        os.makedirs(folder)
+    dist.barrier()
+    dist_checkpointing.save(_megatron_state(role, is_loading=False), folder)
+    return _whole(role, _data)
