@@ -73,7 +73,7 @@ need_token() {
 
 # Starts the processes of this machine's node; "$@" are the arguments of ray start.
 start_node() {
-  local mark
+  local mark tries=0
   mark=$(known mark)
   if [[ -n $mark && -n $(marked "$mark") ]]; then
     fail "$state_file: its cluster still runs here. End it by \`launch_ray.sh stop --state $state\`, or give another --state"
@@ -81,26 +81,24 @@ start_node() {
   mark=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   mkdir -p "$state"
   printf 'mark=%s\ndashboard=%s\n' "$mark" "$dashboard" >"$state_file"
-  # a busy machine takes longer than Ray's own limits for its first processes
-  export RAY_raylet_start_wait_time_s=${RAY_raylet_start_wait_time_s:-180}
-  export RAY_agent_register_timeout_ms=${RAY_agent_register_timeout_ms:-180000}
+  export RAY_raylet_start_wait_time_s=${RAY_raylet_start_wait_time_s:-90} # 30 s is too short on a busy machine
   # a session of its own: the terminal's end and Ctrl-C do not reach it
-  if ! env "$MARK=$mark" setsid --wait ray start --disable-usage-stats "$@" >"$state/start.log" 2>&1 </dev/null; then
-    tail -n 20 "$state/start.log" >&2
-    stop_node
-    fail "Ray did not start; the whole output is in $state/start.log"
-  fi
+  until env "$MARK=$mark" setsid --wait ray start --disable-usage-stats "$@" >"$state/start.log" 2>&1 </dev/null; do
+    end_marked "$mark"
+    if ((tries == 1)); then
+      rm -f "$state_file"
+      tail -n 20 "$state/start.log" >&2
+      fail "Ray did not start; the whole output is in $state/start.log"
+    fi
+    tries=1 # its first process gives its agents 15 s, whatever one sets, and a second try finds them in the file cache
+    echo "Ray did not start, trying once more" >&2
+  done
 }
 
-# Ends what carries the mark of the state file: kindly first, after STOP_S seconds by force.
-stop_node() {
-  local mark signal=TERM pids waited=0
-  mark=$(known mark)
-  if [[ -z $mark ]]; then
-    echo "nothing to stop: $state_file names no cluster that was started here"
-    return
-  fi
-  while pids=$(marked "$mark") && [[ -n $pids ]]; do
+# Ends the processes that carry the mark $1: kindly first, after STOP_S seconds by force.
+end_marked() {
+  local signal=TERM pids waited=0
+  while pids=$(marked "$1") && [[ -n $pids ]]; do
     if ((waited == 0 || waited == STOP_S)); then
       # shellcheck disable=SC2086  # one pid a word; some may have ended by now
       kill -"$signal" $pids 2>/dev/null || true
@@ -110,6 +108,16 @@ stop_node() {
     sleep 1
     waited=$((waited + 1))
   done
+}
+
+stop_node() {
+  local mark
+  mark=$(known mark)
+  if [[ -z $mark ]]; then
+    echo "nothing to stop: $state_file names no cluster that was started here"
+    return
+  fi
+  end_marked "$mark"
   rm -f "$state_file"
   echo "stopped the cluster's processes on this machine"
 }

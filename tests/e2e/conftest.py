@@ -133,11 +133,10 @@ def joined_runs(local_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> I
     def launch(verb: str) -> list[str]:
         return [str(ROOT / "scripts/launch_ray.sh"), verb, "--state", str(state)]
 
-    port, dashboard, *agents = _free_ports(6)
-    # ports that Ray need not wait for: it gives up on its agents after 15 s, which a busy machine may take
-    flags = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "runtime-env-agent-port")
-    further = [f"--{flag}={one}" for flag, one in zip(flags, agents, strict=True)]
-    further += [f"--num-cpus={CPUS_OF_CLUSTER}", f"--object-store-memory={200 * 2**20}"]
+    port, dashboard, agent = _free_ports(3)
+    further = (
+        f"--dashboard-agent-listen-port={agent}", f"--num-cpus={CPUS_OF_CLUSTER}", f"--object-store-memory={200 * 2**20}",
+    )  # fmt: skip
     started = subprocess.run(
         [*launch("head"), "--port", str(port), "--dashboard-port", str(dashboard), "--", *further],
         cwd="/", env=environment, text=True, capture_output=True, check=False,

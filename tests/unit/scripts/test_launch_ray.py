@@ -18,7 +18,8 @@ printf '%s\\n' "$*" >>"$FAKE/calls"
 case "$1 ${2:-}" in
   "start --disable-usage-stats")
     sleep 300 & echo $! >>"$FAKE/pids"
-    [[ ! -e "$FAKE/broken" ]] || { echo "the port is taken"; exit 1; }
+    # fails as often as the file has lines
+    if [[ -s "$FAKE/failures" ]]; then sed -i 1d "$FAKE/failures"; echo "the port is taken"; exit 1; fi
     ;;
   "get-auth-token --generate") mkdir -p "$HOME/.ray"; echo secret | tee "$HOME/.ray/auth_token" ;;
 esac
@@ -101,12 +102,19 @@ def test_head_listens_on_loopback_makes_a_token_once_and_hands_arguments_on(laun
     assert launch.calls.count("get-auth-token --generate") == 1
 
 
-def test_head_that_fails_shows_why_and_leaves_nothing_behind(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "broken").touch()
+def test_head_that_fails_twice_shows_why_and_leaves_nothing_behind(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "failures").write_text("1\n2\n")
     done = launch("head", "--state", str(tmp_path / "a"))
     assert done.returncode == 2 and "the port is taken" in done.stderr and "start.log" in done.stderr
-    [left] = launch.started
-    assert not _alive(left) and not (tmp_path / "a" / "cluster").exists()
+    assert [_alive(pid) for pid in launch.started] == [False, False]
+    assert not (tmp_path / "a" / "cluster").exists()
+
+
+def test_head_that_fails_once_is_started_anew(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "failures").write_text("1\n")
+    done = launch("head", "--state", str(tmp_path / "a"))
+    assert done.returncode == 0 and "once more" in done.stderr
+    assert [_alive(pid) for pid in launch.started] == [False, True]
 
 
 def test_join_needs_an_address_and_the_token_of_the_head(launch: Launch, tmp_path: Path) -> None:
