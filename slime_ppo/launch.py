@@ -3,16 +3,20 @@
 import logging
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from slime_ppo.checkpoint.layout import role_folders
+from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import check_engine_support, config_warnings
 from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.config.preflight import METRICS_FILE, preflight
+from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, RunShapes, loads_own_folder, preflight
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.data.chat import load_chat_template
 from slime_ppo.data.row_format import RowFormat
@@ -22,10 +26,10 @@ from slime_ppo.errors import CheckpointError, ConfigError, DataError, SlimePpoEr
 from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
 from slime_ppo.orchestration.engine_settings import check_sglang
-from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
+from slime_ppo.orchestration.interrupts import Interrupted, Preempted, StopRequest, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
-from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant
+from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns, RolloutTenant
 from slime_ppo.rewards.resolve import resolve_reward
 from slime_ppo.rewards.runner import RewardRunner
@@ -37,15 +41,19 @@ from slime_ppo.rollout_source import (
     GeneratedRollouts,
     RolloutSource,
     check_dumps,
-    model_values,
     rollout_sampling,
 )
+from slime_ppo.saver import CheckpointSaver, SavePlan
 from slime_ppo.tracking.base import RunInfo, Tracker
 from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.tracking.trackers import build_trackers
 from slime_ppo.trainer import PpoTrainer, TrainerParts
+from slime_ppo.types.load_report import LoadReport
 
 _log = logging.getLogger(__name__)
+
+RECORDS = (METRICS_FILE, "samples.jsonl")
+"""What a run that goes on in another folder takes with it."""
 
 _LEXICON_NOTE = (
     "A lexicon reward is easily flattered: it counts kind words, not kind sentences. Read the samples and the most "
@@ -56,7 +64,7 @@ _LEXICON_NOTE = (
 @dataclass(frozen=True)
 class RunInputs:
     """What is read and checked before any device is used; `shape` is the actor's. `left_out`: lines that tell which rows of which
-    file are not used."""
+    file are not used. `start`: where --load has the run begin. `save_plan` None: nothing is saved to go on from."""
 
     tokenizer: TextTokenizer
     shape: ModelShape
@@ -66,11 +74,13 @@ class RunInputs:
     rewards: RewardRunner
     reward_warnings: tuple[str, ...]
     tracker: Tracker
+    start: StartPoint
+    save_plan: SavePlan | None
 
 
 def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> int:
     """Train on the ranks that Ray starts, or without it on those of `world`, of which this is rank 0. Returns the exit code: 0
-    done, 128 + signal number after SIGINT or SIGTERM.
+    done, 3 when SIGTERM ended it and its state is saved, 128 + signal number after SIGINT, or SIGTERM with nothing to save.
 
     Raises ConfigError before any device is used, another SlimePpoError when the run fails, with the place in its text. On
     every way out all processes that the run started are ended.
@@ -80,8 +90,8 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
-            launcher = _launcher(config, launcher_name, world)
-            inputs = read_inputs(config, returns_support=launcher.returns_support)
+            inputs = read_inputs(config, returns_support=_launcher(config, launcher_name, world).returns_support)
+            launcher = _launcher(inputs.start.config, launcher_name, world)
             _open_logs(config)
             if config.generates:
                 stack.enter_context(inputs.rewards).start()
@@ -89,15 +99,22 @@ def run_ppo(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             stack.enter_context(launcher)
             say(launcher.description)
             roles = launcher.start(lambda: clock.where)
-            loop = _loop(config, roles, inputs, clock)
-            _claim_run_folder(config)
+            stop = StopRequest()
+            loop = _loop(config, roles, inputs, clock, stop=stop)
+            _claim_run_folder(config, inputs.start)
             if roles.engine is not None:
                 stack.callback(roles.engine.sync.close)
             stack.callback(inputs.tracker.close)
-            inputs.tracker.start(_run_info(config))
+            inputs.tracker.start(_run_info(config, inputs.start))
+            if inputs.save_plan is not None:
+                stack.enter_context(stop.listening())
             loop.run()
     except Interrupted as interrupt:
-        say(f"stopped by {interrupt} in {clock.where}; the run folder is {config.run.save}")
+        rest = f"the run folder is {config.run.save}"
+        if isinstance(interrupt, Preempted):
+            done = inputs.start.progress.rollout_id
+            rest = f"saved after {done} rollouts: go on with --load {config.run.save} --save {config.run.save}"
+        say(f"stopped by {interrupt} in {clock.where}; {rest}")
         return interrupt.exit_code
     except SlimePpoError as error:
         raise type(error)(f"{clock.where}: {error}") from error
@@ -131,12 +148,14 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     if config.debug.load_debug_rollout_data is not None:
         check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor)
-    paths = config.eval_files
     read = partial(_read_prompts, config, tokenizer, _row_format(config))
-    eval_sources = {name: read(path, origin="--eval-prompt-data") for name, path in paths.items()}
+    eval_sources = {name: read(path, origin="--eval-prompt-data") for name, path in config.eval_files.items()}
     reward = config.reward
     prompts = read(config.data.prompt_data, origin="--prompt-data")
     reward_spec = resolve_reward(reward, policy_folder=config.model.hf_checkpoint)
+    start = find_start(config, shapes.by_role, prompts)
+    if start.config != config:
+        preflight(start.config)
     return RunInputs(
         tokenizer=tokenizer,
         shape=shapes.actor,
@@ -153,6 +172,21 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
         ),
         reward_warnings=reward_spec.warnings,
         tracker=build_trackers(config.tracking),
+        start=start,
+        save_plan=_save_plan(config, shapes, start) if config.saves_checkpoints else None,
+    )
+
+
+def _save_plan(config: Config, shapes: RunShapes, start: StartPoint) -> SavePlan:
+    """Raises ConfigError where another run's checkpoints are in the way."""
+    check_role_folders_free(config, start.run_state)
+    return SavePlan(
+        run_folder=Path(config.run.save),
+        folders=role_folders(config),
+        interval=config.checkpoint.save_interval,
+        keep=config.checkpoint.keep_checkpoints,
+        settings=config.values(),
+        models={role: shape.plain_values() for role, shape in shapes.by_role.items()},
     )
 
 
@@ -176,17 +210,33 @@ def _read_prompts(config: Config, tokenizer: TextTokenizer, row_format: RowForma
     )
 
 
-def _claim_run_folder(config: Config) -> None:
-    """Write the resolved config; with --overwrite the records of an earlier run go first, so that two runs never mix.
+def _load(start: StartPoint, groups: Mapping[RoleName, TrainGroup], turns: DeviceTurns) -> list[str]:
+    """Let the roles take over the checkpoint that the run starts from, and say what they have."""
+    reports: dict[RoleName, LoadReport] = {}
+    for role, folder in start.folders.items():
+        turns.take(role)
+        reports[role] = groups[role].load_checkpoint(str(folder), with_optimizer=start.resumed)
+    return [start.told(reports), *start.changes] if start.text else []
+
+
+def _claim_run_folder(config: Config, start: StartPoint) -> None:
+    """Write the resolved config. Where the run goes on, the folder has the records of the saved run, of which the trackers drop
+    what comes after the checkpoint; otherwise those of an earlier run go, its list of checkpoints first: two runs never mix.
 
     Called when all processes are up: a run that could not start has destroyed nothing. Weights stay until this run's own
-    take their place at its end: a run that is interrupted must not cost those of the one before.
+    take their place: a run that is interrupted must not cost those of the one before.
     """
     folder = Path(config.run.save)
-    for file in (METRICS_FILE, "samples.jsonl", "run.json", "report.html"):
-        (folder / file).unlink(missing_ok=True)
-    if config.tracking.use_tensorboard:
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # event files of two runs would be drawn as one
+    if start.resumed and loads_own_folder(config):
+        start.run_state.write(folder)  # without the checkpoints after the one that is resumed
+    else:
+        for file in (RUN_STATE_FILE, *RECORDS, "run.json", "report.html"):
+            (folder / file).unlink(missing_ok=True)
+        if config.tracking.use_tensorboard:
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # event files of two runs would be drawn as one
+        if start.records is not None:
+            for source in filter(Path.exists, (start.records / name for name in RECORDS)):
+                shutil.copyfile(source, folder / source.name)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
 
@@ -194,7 +244,8 @@ def _open_logs(config: Config) -> None:
     """The driver's log in the run folder; warnings are shown on the console, too."""
     folder = Path(config.run.save)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / "driver.log", mode="w", encoding="utf-8")
+    mode = "a" if loads_own_folder(config) else "w"  # what ended the run before may be in it
+    handler = logging.FileHandler(folder / "logs" / "driver.log", mode=mode, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     package = logging.getLogger("slime_ppo")
     console = logging.StreamHandler(sys.stderr)
@@ -214,18 +265,22 @@ def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher
     return RayLauncher(config)
 
 
-def _loop(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock) -> PpoTrainer | RolloutOnly:
-    """The loop of the run, with its parts."""
+def _loop(
+    config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunClock, *, stop: StopRequest
+) -> PpoTrainer | RolloutOnly:
+    """The loop of the run, with its parts, where it starts."""
     tenants: dict[str, Tenant] = {} if roles.engine is None else {ROLLOUT: RolloutTenant(roles.engine.engine)}
     tenants.update({str(role): group for role, group in roles.groups.items()})
     turns = DeviceTurns(tenants, offload=config.offloads, on_time=clock.add)
-    rollouts, evaluation = _sources(config, roles, inputs, turns, clock=clock)
+    rollouts, evaluation = _sources(config, roles, inputs, turns, clock=clock, stop=stop)
     where = config.debug.save_debug_rollout_data
-    dumps = None if where is None else DumpWriter(where, config.to_yaml(), model_values(inputs.shape))
+    dumps = None if where is None else DumpWriter(where, config.to_yaml(), inputs.shape.plain_values())
     if not config.trains:
         return RolloutOnly(
             config, rollouts, inputs.tokenizer, evaluation=evaluation, tracker=inputs.tracker, clock=clock, dumps=dumps
         )
+    start, plan = inputs.start, inputs.save_plan
+    say(*_load(start, roles.groups, turns))
     parts = TrainerParts(
         actor=roles.groups["actor"],
         critic=roles.groups["critic"] if config.has_critic else None,
@@ -237,12 +292,14 @@ def _loop(config: Config, roles: RunningRoles, inputs: RunInputs, clock: RunCloc
         clock=clock,
         dumps=dumps,
         side_by_side=roles.side_by_side,
+        saver=None if plan is None else CheckpointSaver(plan, start.run_state, groups=roles.groups, take=turns.take),
+        stop=stop,
     )
-    return PpoTrainer(config, parts)
+    return PpoTrainer(config, parts, start.progress)
 
 
 def _sources(
-    config: Config, roles: RunningRoles, inputs: RunInputs, turns: DeviceTurns, *, clock: RunClock
+    config: Config, roles: RunningRoles, inputs: RunInputs, turns: DeviceTurns, *, clock: RunClock, stop: StopRequest
 ) -> tuple[RolloutSource, Evaluation | None]:
     """What gives the rollouts, and what answers held-out prompts: both by the engine, or files and nothing."""
     num_prompts = config.rollout.rollout_batch_size
@@ -257,6 +314,7 @@ def _sources(
         vocab_size=inputs.shape.vocab_size,
         mask_truncated=config.ppo.truncation_policy == "mask",
         restore=keeper.restore,
+        answering=stop.answering,
     )
     rollouts = GeneratedRollouts(
         keeper=keeper,
@@ -281,7 +339,7 @@ def _sources(
     )
 
 
-def _run_info(config: Config) -> RunInfo:
+def _run_info(config: Config, start: StartPoint) -> RunInfo:
     notes: list[str] = []
     if config.reward.custom_rm_path is None and config.reward.rm_type == "vader":
         notes.append(_LEXICON_NOTE)
@@ -299,4 +357,6 @@ def _run_info(config: Config) -> RunInfo:
         num_rollout=config.run.num_rollout,
         config_yaml=config.to_yaml(),
         notes=tuple(notes),
+        start_rollout=start.progress.rollout_id,
+        run_id=start.run_state.run_id,
     )

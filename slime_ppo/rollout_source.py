@@ -3,10 +3,9 @@
 The training loop knows the protocol alone, so that a run on files starts no engine, and generates nothing.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,6 +56,14 @@ class RolloutSource(Protocol):
         """The rollout's rewarded samples, made by the weights of `version`; bad ones are an error or left out (--on-bad-sample)."""
         ...
 
+    def abort(self) -> None:
+        """Nobody waits for answers any more."""
+        ...
+
+    def state_dict(self) -> dict[str, object]:
+        """The place in the prompts, as DataSource has it."""
+        ...
+
 
 @dataclass(frozen=True)
 class GeneratedRollouts:
@@ -93,6 +100,12 @@ class GeneratedRollouts:
             raise RewardError(f"all {len(trainable)} samples were dropped, nothing to train on; the first reward call {first}")
         return list(outcome.samples)
 
+    def abort(self) -> None:
+        self.keeper.engine.abort()
+
+    def state_dict(self) -> dict[str, object]:
+        return self.prompts.state_dict()
+
 
 class DumpedRollouts:
     """The rollouts of another run, from its files (--load-debug-rollout-data). Prompts are drawn all the same, so that the run is
@@ -117,6 +130,12 @@ class DumpedRollouts:
         self._warn_of_version(rollout_id, samples, version)
         return samples
 
+    def abort(self) -> None:
+        """Nothing generates."""
+
+    def state_dict(self) -> dict[str, object]:
+        return self._prompts.state_dict()
+
     def _warn_of_version(self, rollout_id: int, samples: Sequence[Sample], version: int) -> None:
         others = {span.version for sample in samples for span in sample.weight_versions} - {version}
         if others and not self._warned:
@@ -140,13 +159,6 @@ def rollout_sampling(config: Config, tokenizer: TextTokenizer) -> SamplingParams
     )
 
 
-def model_values(shape: ModelShape) -> dict[str, Any]:
-    """The model's shape as a rollout file keeps it. End tokens belong to generation."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(shape)))
-    del values["eos_token_ids"]
-    return values
-
-
 def check_dumps(config: Config, where: str, shape: ModelShape) -> None:
     """Every rollout of the run has its file, made by a model of this shape with the settings that decide what samples are. Headers
     only are read, before any device is used. Raises DataError."""
@@ -160,7 +172,7 @@ def check_dumps(config: Config, where: str, shape: ModelShape) -> None:
         header = read_header(file)
         if header.rollout_id != rollout_id:
             raise DataError(f"{file} holds rollout {header.rollout_id}, expected {rollout_id}: was it renamed?")
-        _check_values(str(file), "the model", dict(header.model), model_values(shape))
+        _check_values(str(file), "the model", dict(header.model), shape.plain_values())
         made, now = _flat_values(header.config), config.values()
         _check_values(
             str(file),

@@ -2,7 +2,7 @@
 
     weights to the engine -> prompts -> responses -> rewards -> plan
     -> actor: old and reference log-probs -> critic: values, token rewards, GAE, whitening, value updates
-    -> actor: policy updates -> report
+    -> actor: policy updates -> report -> checkpoint
 
 Without a critic (--advantage-estimator grpo, rloo, ...) the actor makes the advantages. On shared devices exactly one of
 rollout, actor and critic is awake; `turns` changes hands where the loop says so. On devices of their own (--no-colocate) all
@@ -16,19 +16,21 @@ from pathlib import Path
 
 import numpy as np
 
+from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.errors import NumericsError, RewardError
 from slime_ppo.evaluation import Evaluation
+from slime_ppo.orchestration.interrupts import Preempted, StopRequest
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.parallel.cp_map import CpMap
-from slime_ppo.ppo_utils.kl_controller import AdaptiveKL, FixedKL
 from slime_ppo.ppo_utils.lr_schedule import learning_rate
 from slime_ppo.rollout.dump import DumpWriter, TrainingDump
 from slime_ppo.rollout_source import RolloutSource
+from slime_ppo.saver import CheckpointSaver
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
 from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
@@ -68,23 +70,30 @@ class TrainerParts:
     clock: RunClock
     dumps: DumpWriter | None
     side_by_side: SideBySide | None
+    saver: CheckpointSaver | None
+    stop: StopRequest
 
 
 class PpoTrainer:
-    """Runs `num_rollout` iterations. State of its own: the weight version, beta, and runs of skipped steps."""
+    """Runs the iterations up to `num_rollout`. `progress` is all the state of its own."""
 
-    def __init__(self, config: Config, parts: TrainerParts) -> None:
+    def __init__(self, config: Config, parts: TrainerParts, progress: Progress) -> None:
         self.config = config
         self.parts = parts
-        self.kl = _kl_controller(config)
-        self.version = 0
-        self.skipped_in_a_row: dict[RoleName, int] = {"actor": 0, "critic": 0}
+        self.progress = progress
 
     def run(self) -> None:
-        """All iterations, then the final weights."""
+        """All iterations that are left, then the final weights. Raises Preempted when the run was asked to end and has saved."""
         self.parts.rollouts.connect()
-        for rollout_id in range(self.config.run.num_rollout):
-            self.iterate(rollout_id)
+        try:
+            for rollout_id in range(self.progress.rollout_id, self.config.run.num_rollout):
+                self.iterate(rollout_id)
+                self.save(last=rollout_id == self.config.run.num_rollout - 1)
+        except Preempted:
+            self.parts.rollouts.abort()
+            if self.parts.saver is not None:
+                self.parts.saver.save(self.progress)
+            raise
         if self.config.model.save_hf:
             self.save_hf()
 
@@ -93,9 +102,12 @@ class PpoTrainer:
         parts, clock, ppo = self.parts, self.parts.clock, self.config.ppo
         clock.start_rollout(rollout_id)
         trains_actor = rollout_id >= ppo.num_critic_only_steps
-        parts.rollouts.use_weights(self.version)
-        metrics = self.evaluate(rollout_id) if self._evaluation_due(rollout_id) else {}
-        samples = self.collect(rollout_id)
+        parts.rollouts.use_weights(self.progress.version)
+        with parts.stop.may_abort():
+            metrics = self.evaluate(rollout_id) if self._evaluation_due(rollout_id) else {}
+            samples = self.progress.samples or self.collect(rollout_id)
+        if parts.saver is not None:
+            parts.saver.publish()
         batch = RolloutBatch.from_samples(rollout_id, samples)
         plan = self._plan(batch)
         metrics |= self._over_cap(batch)
@@ -107,24 +119,25 @@ class PpoTrainer:
 
         if parts.critic is None:
             with clock.phase("advantages"):
-                handle, advantage_stats = parts.actor.compute_advantages(handle, self.kl.beta)
+                handle, advantage_stats = parts.actor.compute_advantages(handle, self.progress.kl.beta)
         else:
             parts.turns.take("critic")
             with clock.phase("values"):
-                handle, advantage_stats = parts.critic.compute_advantages(handle, self.kl.beta)
+                handle, advantage_stats = parts.critic.compute_advantages(handle, self.progress.kl.beta)
         rates = self._rates(plan, trains_actor=trains_actor)
         if parts.dumps is not None:
-            training = TrainingDump(parts.actor.fetch(handle), plan, rates, self.kl.beta)
+            training = TrainingDump(parts.actor.fetch(handle), plan, rates, self.progress.kl.beta)
             parts.dumps.save(rollout_id, samples, training)
+        parts.stop.check()
         actor_steps, critic_steps = self.train(handle, plan, rates)
-        self.version += any(not is_skipped(step) for step in actor_steps)
+        self.progress.version += any(not is_skipped(step) for step in actor_steps)
 
         if rollout_id == self.config.run.num_rollout - 1 and parts.evaluation is not None:
-            parts.rollouts.use_weights(self.version)
+            parts.rollouts.use_weights(self.progress.version)
             metrics = before_training(metrics) | self.evaluate(rollout_id)
         metrics |= batch_metrics(batch) | sample_metrics(samples) | self._pass_metrics(batch)
         metrics |= stage_metrics(log_prob_stats, advantage_stats)
-        metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.kl.beta}
+        metrics |= training_metrics(actor_steps, critic_steps) | {"rollout/kl_coef": self.progress.kl.beta}
         metrics["rollout/num_dropped"] = float(self.config.samples_per_rollout - len(samples))
         metrics["train/num_dropped"] = float(plan.num_dropped)
         self._warn_of_value_clip(metrics)
@@ -132,6 +145,15 @@ class PpoTrainer:
             self._update_kl(log_prob_stats)
         self._report(rollout_id, metrics, (actor_steps, critic_steps), samples=samples, handle=handle)
         self._check_skipped(actor_steps, critic_steps)
+        self.progress.has_trained()
+
+    def save(self, *, last: bool) -> None:
+        """The checkpoint that is due between two rollouts. Raises Preempted when the run was asked to end, unless it is over."""
+        saver, stop = self.parts.saver, self.parts.stop
+        if saver is not None and (last or saver.is_due(self.progress.rollout_id)):
+            saver.save(self.progress, in_background=self.config.checkpoint.async_save and not (last or stop.requested))
+        if not last:
+            stop.check()
 
     def save_hf(self) -> None:
         """The weights of every role as Hugging Face folders."""
@@ -141,13 +163,14 @@ class PpoTrainer:
             self.parts.turns.take("critic")
             self.parts.critic.save_hf(self.config.role("critic").save_folder)
 
-    def collect(self, rollout_id: int) -> list[Sample]:
+    def collect(self, rollout_id: int) -> tuple[Sample, ...]:
         """The rollout's samples with their rewards."""
-        samples = self.parts.rollouts.collect(rollout_id, self.version)
+        samples = self.parts.rollouts.collect(rollout_id, self.progress.version)
         if self.parts.dumps is not None:
             self.parts.dumps.save(rollout_id, samples)
         self._check_process_rewards(samples)
-        return samples
+        self.progress.has_collected(samples, self.parts.rollouts.state_dict())
+        return self.progress.samples
 
     def train(
         self, handle: BatchHandle, plan: StepPlan, rates: Mapping[RoleName, Sequence[float]]
@@ -173,7 +196,7 @@ class PpoTrainer:
         if self.parts.evaluation is None:
             return {}
         with self.parts.clock.phase("evaluate"):
-            return self.parts.evaluation.run(rollout_id, self.version)
+            return self.parts.evaluation.run(rollout_id, self.progress.version)
 
     def _plan(self, batch: RolloutBatch) -> StepPlan:
         """Who trains in which step; samples without a trainable token are in none. When no step is left (nothing trainable, or
@@ -285,8 +308,8 @@ class PpoTrainer:
         limit = self.config.ppo.max_skipped_steps
         for role, found in steps.items():
             for step in (step for step in found if not is_early_stopped(step)):
-                self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if is_skipped(step) else 0
-                if self.skipped_in_a_row[role] >= limit:
+                self.progress.skipped_in_a_row[role] = self.progress.skipped_in_a_row[role] + 1 if is_skipped(step) else 0
+                if self.progress.skipped_in_a_row[role] >= limit:
                     raise NumericsError(
                         f"{limit} optimizer steps of the {role} in a row were skipped (--max-skipped-steps): gradients that are "
                         "not finite, steps without trainable tokens, or steps whose samples were all rejected "
@@ -297,7 +320,9 @@ class PpoTrainer:
         """Let the controller see the rollout's KL; once per rollout that trains the actor."""
         unit = "kl" if self.config.ppo.kl_target_unit == "token" else "kl_trajectory"
         if unit in log_probs.sums and log_probs.counts[unit] > 0:
-            self.kl = self.kl.update(log_probs.sums[unit] / log_probs.counts[unit], int(log_probs.counts["kl_trajectory"]))
+            self.progress.kl = self.progress.kl.update(
+                log_probs.sums[unit] / log_probs.counts[unit], int(log_probs.counts["kl_trajectory"])
+            )
 
     def _report(
         self,
@@ -321,10 +346,3 @@ class PpoTrainer:
         records = step_records(rollout_id * self.config.steps_per_rollout, *steps, metrics=metrics)
         metrics = metrics | phase_metrics(phases, num_tokens)
         parts.tracker.log(RolloutRecord(rollout_id, metrics, records, phases, phrases))
-
-
-def _kl_controller(config: Config) -> FixedKL | AdaptiveKL:
-    ppo = config.ppo
-    if ppo.kl_controller == "fixed" or ppo.kl_target is None or ppo.kl_horizon is None:
-        return FixedKL(ppo.kl_coef)
-    return AdaptiveKL(ppo.kl_coef, target=ppo.kl_target, horizon=ppo.kl_horizon)

@@ -72,7 +72,8 @@ def run_layout(layout: str, model: str, rollouts: int) -> Cost:
     with tempfile.TemporaryDirectory() as save:
         command = [
             sys.executable, "scripts/train_ppo.py", "--config", "configs/quickstart_cpu.yaml", "--hf-checkpoint", model,
-            "--save", save, "--num-rollout", str(rollouts), "--eval-interval", "0", "--no-save-hf", *LAYOUTS[layout],
+            "--save", save, "--num-rollout", str(rollouts), "--eval-interval", "0", "--no-save-hf",
+            "--no-save-checkpoints", *LAYOUTS[layout],
         ]  # fmt: skip
         driver = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
         assert driver.stdout is not None

@@ -43,7 +43,7 @@ def run_engine(flags: Sequence[str], *, model: str, rollouts: int) -> Timing:
     with tempfile.TemporaryDirectory() as save:
         command = [
             sys.executable, "scripts/train_ppo.py", "--config", "configs/quickstart_cpu.yaml", "--hf-checkpoint", model,
-            "--save", save, "--num-rollout", str(rollouts), "--eval-interval", "0", "--no-save-hf", *flags,
+            "--save", save, "--num-rollout", str(rollouts), "--eval-interval", "0", "--no-save-hf", "--no-save-checkpoints", *flags,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

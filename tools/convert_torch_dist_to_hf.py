@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_ppo.conversion.console import byte_progress, parse_size, require_empty, size_words
+from slime_ppo.conversion.console import parse_size, progress_bar, require_empty, size_words
 from slime_ppo.errors import SlimePpoError
 
 EXAMPLE = """example:
@@ -71,7 +71,7 @@ def _convert(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(f"dry run: nothing written to {args.out}")
         return 0
-    with byte_progress(plan.num_bytes, "writing") as progress:
+    with progress_bar(plan.num_bytes, "writing") as progress:
         write_hf_folder(plan, args.out, progress)
     print(f"{args.out}: written in {time.perf_counter() - start:.1f} s")
     return 0

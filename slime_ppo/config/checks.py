@@ -48,6 +48,7 @@ def check_config(config: Config, *, origins: Mapping[str, str] | None = None) ->
         _check_schedule,
         _check_weight_bucket,
         _check_eval,
+        _check_load,
     ):
         check(checked)
 
@@ -252,3 +253,14 @@ def _check_eval(checked: Checked) -> None:
             f"{checked.cite('eval.eval_interval')} needs --eval-prompt-data: a file of held-out prompts. Give one, or set "
             "--eval-interval 0"
         )
+
+
+def _check_load(checked: Checked) -> None:
+    settings = checked.config.checkpoint
+    if settings.load is not None and not checked.config.trains:
+        raise ConfigError(
+            f"{checked.cite('checkpoint.load')} with --debug-rollout-only: nothing is trained, so there is nothing to go on from. "
+            "Generate with the weights of --hf-checkpoint"
+        )
+    if settings.ckpt_step is not None and settings.load is None:
+        raise ConfigError(f"{checked.cite('checkpoint.ckpt_step')} needs --load RUN: the run folder whose checkpoint it is")

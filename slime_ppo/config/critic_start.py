@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_ppo.config.hf_folder import read_tensor_entries
+from slime_ppo.conversion.torch_dist import HF_FOLDER
+from slime_ppo.conversion.torch_dist_folder import find_torch_dist, is_torch_dist
 from slime_ppo.errors import CheckpointError
 
 _HEAD = "score.weight"
-_LATEST_FILE = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,15 @@ class CriticStart:
     def of(folder: str | Path) -> "CriticStart":
         """What `folder` is; one with several checkpoints stands for the newest of them. Raises CheckpointError when that is not
         there, or brings no config.json."""
-        checkpoint = _checkpoint_in(Path(folder))
-        if checkpoint is None:
+        if not is_torch_dist(Path(folder)):
             return CriticStart(Path(folder), None)
-        companions = checkpoint / "hf"
-        if not (companions / "config.json").is_file():
+        found = find_torch_dist(Path(folder))
+        if found.companion is None:
             raise CheckpointError(
-                f"{checkpoint} is a torch_dist checkpoint without hf/config.json, which says what its weights are. Convert it "
-                "again, or copy the model's config.json and tokenizer files there"
+                f"{found.weights} is a torch_dist checkpoint without {HF_FOLDER}/config.json, which says what its weights are. "
+                "Convert it again, or copy the model's config.json and tokenizer files there"
             )
-        return CriticStart(companions, checkpoint)
+        return CriticStart(found.companion, found.weights)
 
     def holds_head(self) -> bool:
         """True when a value head comes with the weights. Headers and config.json only are read.
@@ -48,16 +48,3 @@ class CriticStart:
                 "model with num_labels 1"
             )
         return _HEAD in entries
-
-
-def _checkpoint_in(folder: Path) -> Path | None:
-    if (folder / ".metadata").is_file():
-        return folder
-    latest = folder / _LATEST_FILE
-    if not latest.is_file():
-        return None
-    number = latest.read_text(encoding="utf-8").strip()
-    checkpoint = folder / (f"iter_{int(number):07d}" if number.isdigit() else number)
-    if not (checkpoint / ".metadata").is_file():
-        raise CheckpointError(f"{latest} names {number}, but {checkpoint} holds no torch_dist checkpoint. Give the folder of one")
-    return checkpoint

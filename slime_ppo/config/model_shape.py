@@ -1,7 +1,7 @@
 """The numbers of a model's shape, read from the config.json of a Hugging Face folder. Only json is used."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ class ModelShape:
     def ffn_size_per_token(self) -> int:
         """FFN columns that a token passes through in a layer: those of all its experts, or of the one MLP."""
         return self.ffn_hidden_size if self.moe is None else self.moe.top_k * self.moe.ffn_hidden_size
+
+    def plain_values(self) -> dict[str, Any]:
+        """What two models must have in common, as JSON gives it back. End tokens belong to generation, not to the weights."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del values["eos_token_ids"]
+        return values
 
     @staticmethod
     def from_hf_folder(path: str | Path) -> "ModelShape":

@@ -14,12 +14,14 @@ from slime_ppo.config.debug_checks import check_rollout_files_free
 from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.prompt_path import PromptPath
+from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import CheckpointError, ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+RUN_STATE_FILE = "run_state.json"
 # folders in the run folder that are written during training
-_RUN_FOLDERS = ("logs", "tensorboard", "wandb")
+_RUN_FOLDERS = ("logs", "tensorboard", "wandb", "actor", "rollout")
 # end tokens belong to generation, not to the weights
 _SHAPE_FIELDS = tuple(field.name for field in fields(ModelShape) if field.name != "eos_token_ids")
 
@@ -30,6 +32,14 @@ class RunShapes:
 
     actor: ModelShape
     critic: ModelShape | None
+
+    @property
+    def by_role(self) -> dict[RoleName, ModelShape]:
+        """Those of the roles of the run."""
+        shapes: dict[RoleName, ModelShape] = {"actor": self.actor}
+        if self.critic is not None:
+            shapes["critic"] = self.critic
+        return shapes
 
 
 def preflight(config: Config) -> RunShapes:
@@ -86,7 +96,8 @@ def check_files(config: Config) -> None:
     _check_run_folder_free(config)
     _check_writable("--save", config.run.save)
     if config.debug.save_debug_rollout_data is not None:
-        check_rollout_files_free(config)
+        if not loads_own_folder(config):
+            check_rollout_files_free(config)
         _check_writable("--save-debug-rollout-data", str(rollout_file(config.debug.save_debug_rollout_data, 0).parent))
     if config.rollout.weight_sync == "disk":
         _check_writable("--weight-sync-folder", config.weight_sync_folder)
@@ -165,7 +176,7 @@ def _check_folders_apart(config: Config) -> None:
     for flag, folder in own.items():
         _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
     for flag, folder in replaced.items() if config.model.save_hf else ():
-        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite)
+        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite or _goes_on(config))
 
 
 def _critic_folder(folder: str, taken: Iterable[str]) -> str:
@@ -219,12 +230,26 @@ def _holds(folder: str, path: str) -> bool:
     return os.path.commonpath((folder, path)) == folder
 
 
+def loads_own_folder(config: Config) -> bool:
+    """True when --load and --save are one folder: that of a run that goes on, or begins when it has not come to a checkpoint."""
+    load = config.checkpoint.load
+    return load is not None and os.path.realpath(load) == os.path.realpath(config.run.save)
+
+
+def _goes_on(config: Config) -> bool:
+    """True when the run folder is to be continued, so that what it holds is this run's."""
+    return loads_own_folder(config) and os.path.exists(os.path.join(config.run.save, RUN_STATE_FILE))
+
+
 def _check_run_folder_free(config: Config) -> None:
-    metrics = os.path.join(config.run.save, METRICS_FILE)
-    if os.path.exists(metrics) and not config.run.overwrite:
-        raise ConfigError(
-            f"--save {config.run.save}: already holds a run ({METRICS_FILE}). Choose another folder, or say --overwrite"
-        )
+    if config.run.overwrite or loads_own_folder(config):
+        return
+    for name in (METRICS_FILE, RUN_STATE_FILE):
+        if os.path.exists(os.path.join(config.run.save, name)):
+            raise ConfigError(
+                f"--save {config.run.save}: already holds a run ({name}). Choose another folder, go on with that run by --load "
+                f"{config.run.save}, or say --overwrite"
+            )
 
 
 def _check_writable(flag: str, path: str) -> None:

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from slime_ppo.config.batch import BatchConfig
+from slime_ppo.config.checkpoint import CheckpointConfig
 from slime_ppo.config.cluster import ClusterConfig
 from slime_ppo.config.correction import CorrectionConfig
 from slime_ppo.config.critic import CriticConfig
@@ -36,6 +37,7 @@ class Config:
     """
 
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -52,6 +54,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """True when the run saves its state: one that trains nothing has none."""
+        return self.checkpoint.save_checkpoints and self.trains
 
     @property
     def trains(self) -> bool:

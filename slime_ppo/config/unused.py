@@ -34,6 +34,9 @@ def unused_options(config: Config) -> Iterator[tuple[str, str]]:
         for spec in OPTIONS:
             if spec.section == "sglang":
                 yield spec.key, "--rollout-engine sglang"
+    if not config.checkpoint.save_checkpoints:
+        for name in ("save_interval", "async_save", "keep_checkpoints"):
+            yield f"checkpoint.{name}", "--save-checkpoints"
     if not config.tracking.use_wandb:
         yield "tracking.wandb_project", "--use-wandb"
         yield "tracking.wandb_mode", "--use-wandb"

@@ -34,11 +34,11 @@ def require_empty(out: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def byte_progress(total: int, text: str) -> Iterator[Callable[[int], None]]:
-    """A function that is told bytes as they are done; a bar shows them on a terminal."""
-    with tqdm(total=total, desc=text, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+def progress_bar(total: int, text: str, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """A function that is told how many units, bytes by default, are done; a bar shows them on a terminal."""
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", leave=False, disable=not sys.stderr.isatty()) as bar:
 
-        def advance(num_bytes: int) -> None:
-            bar.update(num_bytes)
+        def advance(done: int) -> None:
+            bar.update(done)
 
         yield advance

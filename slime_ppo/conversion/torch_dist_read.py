@@ -66,6 +66,10 @@ class TorchDistReader:
         """Type in which a tensor is stored."""
         return self.tensors[key].properties.dtype
 
+    def object_bytes(self, key: str) -> int:
+        """Bytes of one of the `objects` on disk."""
+        return self._places[MetadataIndex(key)].length
+
     def read(self, place: StackPlace, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """The tensor at the place, or its rows from `start` to `stop`. Raises CheckpointError when some of it is nowhere."""
         whole = self.tensors[place.key]

@@ -113,8 +113,16 @@ def write_torch_dist(
         torch.save({"iteration": iteration}, folder / COMMON_FILE)
         # the mark that Megatron looks for comes last
         (folder / BACKEND_FILE).write_text(json.dumps(BACKEND), encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # torch.save makes the one into the other
-        raise CheckpointError(f"{folder} cannot be written ({error}): make room, or write elsewhere") from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} cannot be written ({_root(error)}): make room, or write elsewhere") from error
+
+
+def _root(error: BaseException) -> BaseException:
+    """The system's error below one of torch.save's, which says nothing of a full disk."""
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
+    return error if below is None else below
 
 
 def _write_chunks(folder: Path, chunks: Sequence[Chunk], progress: Callable[[int], None]) -> Iterator[WriteResult]:

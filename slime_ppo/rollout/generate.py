@@ -1,6 +1,7 @@
 """Prompts in, rewarded samples out: one rollout's requests, answers and rewards."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ class SampleBuilder:
 
     `mask_truncated`: a response cut by length trains on no token (--truncation-policy mask). Aborted answers never train:
     they are left out and counted by the caller. `restore` brings an engine that was lost back with the same weights, and is False
-    when it was not lost; it raises when there is no hope.
+    when it was not lost; it raises when there is no hope. `answering` is entered around every call of the engine.
     """
 
     engine: RolloutEngine
@@ -28,6 +29,7 @@ class SampleBuilder:
     vocab_size: int
     mask_truncated: bool
     restore: Callable[[], bool]
+    answering: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def generate(
         self,
@@ -60,12 +62,14 @@ class SampleBuilder:
 
     def _answers(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         self.restore()  # it may have died since it was last asked: other data sets and slow rewards lie between
-        results = self.engine.generate(requests)
+        with self.answering():
+            results = self.engine.generate(requests)
         check_results(requests, results)
         unfinished = [place for place, result in enumerate(results) if result.finish is FinishReason.ABORT]
         while unfinished and self.restore():
             again = [requests[place] for place in unfinished]
-            answers = self.engine.generate(again)
+            with self.answering():
+                answers = self.engine.generate(again)
             check_results(again, answers)
             for place, answer in zip(unfinished, answers, strict=True):
                 results[place] = answer

@@ -17,7 +17,8 @@ _ACTOR_TURN, _CRITIC_TURN = "train/skipped_steps", "train/critic-skipped_steps"
 @dataclass(frozen=True)
 class RunInfo:
     """The run as a whole. `start_rollout` is 0, or the first rollout of a resumed run: what trackers hold of that rollout
-    and later ones is from before the interruption and is replaced."""
+    and later ones is from before the interruption and is replaced. `run_id` is the same before and after; None: it is not resumed
+    under it."""
 
     title: str
     run_dir: Path
@@ -25,6 +26,7 @@ class RunInfo:
     config_yaml: str
     notes: tuple[str, ...]
     start_rollout: int = 0
+    run_id: str | None = None
 
 
 @dataclass(frozen=True)

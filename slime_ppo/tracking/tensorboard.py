@@ -1,10 +1,12 @@
 """Scalars for TensorBoard, in <run folder>/tensorboard. Written by TensorBoard's own writer, which needs no torch."""
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
 from slime_ppo.errors import ConfigError
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
+from slime_ppo.tracking.jsonl import read_records
 
 EVENTS_FOLDER = "tensorboard"
 
@@ -27,7 +29,14 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: RunInfo) -> None:
+        """A resumed run writes its earlier rollouts anew, from metrics.jsonl: event files cannot be cut."""
+        earlier: list[RolloutRecord] = []
+        if run.start_rollout:
+            earlier = [record for record in read_records(run.run_dir) if record.rollout_id < run.start_rollout]
+            shutil.rmtree(run.run_dir / EVENTS_FOLDER, ignore_errors=True)
         self._writer = self._make_writer(str(run.run_dir / EVENTS_FOLDER))
+        for record in earlier:
+            self.log(record)
 
     def log(self, record: RolloutRecord) -> None:
         for name, value in sorted(record.metrics.items()):

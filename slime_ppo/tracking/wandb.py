@@ -13,7 +13,8 @@ _SAMPLE_COLUMNS = ("rollout_id", "sample_id", "kind", "data_set", "prompt", "res
 
 
 class WandbTracker:
-    """Metrics of a rollout are plotted over `rollout_id`, `step/*` over `step/step`; samples are one table per rollout.
+    """Metrics of a rollout are plotted over `rollout_id`, `step/*` over `step/step`; samples are one table per rollout. A resumed
+    run goes on under its id; rollouts that it does again appear twice there.
 
     Offline mode needs no network: the run lies in <run folder>/wandb until `wandb sync` is called on it.
     The constructor imports the package, and raises ConfigError when it is missing.
@@ -46,6 +47,8 @@ class WandbTracker:
                 dir=str(run.run_dir),
                 mode=self._mode,
                 config=config,
+                id=run.run_id,
+                resume="allow" if self._mode == "online" else None,  # offline it is `wandb sync` that joins runs of one id
             )
             self._run.define_metric("*", step_metric="rollout_id")
             self._run.define_metric("step/*", step_metric="step/step")

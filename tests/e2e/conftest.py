@@ -19,7 +19,7 @@ CPUS_OF_CLUSTER = 4
 # small and quick: 4 rollouts of 16 samples, one of them critic only, two optimizer steps each
 SMALL = (
     "--num-rollout", "4", "--rollout-batch-size", "16", "--global-batch-size", "16", "--micro-batch-size", "16",
-    "--num-critic-only-steps", "1", "--eval-interval", "0", "--no-save-hf",
+    "--num-critic-only-steps", "1", "--eval-interval", "0", "--no-save-hf", "--no-save-checkpoints",
 )  # fmt: skip
 
 

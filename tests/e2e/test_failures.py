@@ -5,7 +5,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.conftest import CPUS_OF_CLUSTER, SMALL, Runs, alive, descendants, wait_for_line
@@ -13,16 +12,15 @@ from tests.e2e.conftest import CPUS_OF_CLUSTER, SMALL, Runs, alive, descendants,
 ENDS_WITHIN_S = 15.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_a_local_run_cleanly(local_runs: Runs, tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_ends_a_local_run_cleanly(local_runs: Runs, tmp_path: Path) -> None:
     driver = local_runs.start(tmp_path / "run", *SMALL, "--num-rollout", "500")
     wait_for_line(driver, "rollout 1/500")
     children = descendants(driver.pid)
     start = time.monotonic()
-    driver.send_signal(number)
+    driver.send_signal(signal.SIGINT)
     output = driver.communicate(timeout=60)[0]
-    assert driver.returncode == 128 + number
-    assert f"stopped by {number.name} in rollout" in output
+    assert driver.returncode == 130
+    assert "stopped by SIGINT in rollout" in output
     assert "Traceback" not in output
     assert alive(children, max(0.0, start + ENDS_WITHIN_S - time.monotonic())) == []
     assert (tmp_path / "run" / "report.html").is_file()

@@ -26,7 +26,7 @@ NUM_ROLLOUTS = 2
 LONG = (
     "--num-rollout", str(NUM_ROLLOUTS), "--rollout-batch-size", "16", "--global-batch-size", "16", "--micro-batch-size", "16",
     "--rollout-max-prompt-len", "64", "--rollout-max-response-len", "120", "--num-critic-only-steps", "0", "--eval-interval", "0",
-    "--no-save-hf", "--custom-rm-path", "tests.helpers.reward_functions.lower_case",
+    "--no-save-hf", "--no-save-checkpoints", "--custom-rm-path", "tests.helpers.reward_functions.lower_case",
 )  # fmt: skip
 START_LINE = re.compile(r"=== start (\d+): .*--port (\d+)")
 

@@ -57,14 +57,15 @@ def test_rank_that_raises_ends_all_ranks_with_its_message(local_runs: Runs, tmp_
     assert alive(children, ENDS_WITHIN_S) == []
 
 
-def test_signal_to_torchrun_ends_all_ranks(local_runs: Runs, tmp_path: Path) -> None:
-    driver = local_runs.torchrun(tmp_path / "run", 2, *SMALL, *TWO_RANKS, "--num-rollout", "500")
+def test_signal_to_torchrun_has_the_run_saved_and_ends_all_ranks(local_runs: Runs, tmp_path: Path) -> None:
+    driver = local_runs.torchrun(tmp_path / "run", 2, *SMALL, *TWO_RANKS, "--num-rollout", "500", "--save-checkpoints")
     wait_for_line(driver, "rollout 1/500")
     children = descendants(driver.pid)
     start = time.monotonic()
     driver.send_signal(signal.SIGTERM)
     output = driver.communicate(timeout=60)[0]
-    assert "stopped by SIGTERM in rollout" in output
+    assert re.search(r"stopped by SIGTERM in rollout \d+.*; saved after \d+ rollouts: go on with --load", output)
+    assert (tmp_path / "run" / "run_state.json").is_file()
     assert alive(children, max(0.0, start + ENDS_WITHIN_S - time.monotonic())) == []
     assert (tmp_path / "run" / "report.html").is_file()
 

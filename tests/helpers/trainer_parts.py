@@ -5,15 +5,19 @@ All parts share one `Journal`, so that a test can compare the order of everythin
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from slime_ppo.checkpoint.progress import Progress
+from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.errors import RolloutError
 from slime_ppo.evaluation import EvalSet, Evaluation
 from slime_ppo.orchestration.engine_keeper import EngineKeeper
+from slime_ppo.orchestration.interrupts import StopRequest
 from slime_ppo.orchestration.protocols import BatchHandle
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.rewards.runner import RewardOutcome
@@ -22,6 +26,7 @@ from slime_ppo.rollout.engine import NO_VERSION, EngineHealth, EnginePart
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.rollout_only import RolloutOnly
 from slime_ppo.rollout_source import GeneratedRollouts, RolloutSource, rollout_sampling
+from slime_ppo.saver import CheckpointSaver, SavePlan
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.clock import ROLLOUT_PHASES, RunClock, run_phases
 from slime_ppo.trainer import TrainerParts
@@ -98,13 +103,15 @@ class RecordingRole:
         self.journal.append(f"save {self.name} in {folder}")
 
     def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
-        self.journal.append(f"checkpoint of {self.name} in {folder}{' in the background' if in_background else ''}")
+        self.journal.append(f"save {self.name} as {Path(folder).name}{' in the background' if in_background else ''}")
+        for file in ("__0_0.distcp", ".metadata", "metadata.json"):
+            (Path(folder) / file).write_text(f"{self.name} {file}")
 
     def finish_save(self) -> None:
-        self.journal.append(f"finish the checkpoint of {self.name}")
+        self.journal.append(f"finish {self.name}")
 
     def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
-        self.journal.append(f"load {self.name} from {folder}{' with its optimizer' if with_optimizer else ''}")
+        self.journal.append(f"load {self.name} from {Path(folder).name}{' with its optimizer' if with_optimizer else ''}")
         return LoadReport(with_optimizer, restored_rng=with_optimizer)
 
 
@@ -230,6 +237,12 @@ class CountingPrompts:
     def __init__(self) -> None:
         self.drawn = 0
 
+    def state_dict(self) -> dict[str, object]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self.drawn = int(str(state["drawn"]))
+
     def next_prompts(self, n: int) -> list[Prompt]:
         self.drawn += n
         return [make_prompt(index) for index in range(self.drawn - n, self.drawn)]
@@ -279,6 +292,8 @@ class Parts:
     dumps: DumpWriter | None = None
     rollouts: RolloutSource | None = None
     journal: Journal = field(default_factory=list)
+    save_plan: SavePlan | None = None
+    saved: RunState = RunState("run")
 
     def __post_init__(self) -> None:
         self.actor, self.critic = RecordingRole("actor", self.journal), RecordingRole("critic", self.journal)
@@ -286,6 +301,12 @@ class Parts:
         self.rewards = RecordingRewards(self.journal)
         self.prompts = CountingPrompts()
         self.tracker = RecordingTracker(self.journal)
+        self.stop = StopRequest()
+
+    @property
+    def progress(self) -> Progress:
+        """Of a run that begins."""
+        return Progress.start(self.config.ppo, self.prompts.state_dict())
 
     def rollout_only(self) -> RolloutOnly:
         """The loop that trains nothing: the engine is the only tenant."""
@@ -304,6 +325,7 @@ class Parts:
         tokenizer: Any = NumberTokenizer()
         turns = DeviceTurns(tenants, offload=self.config.offloads, on_time=clock.add)
         rollouts, evaluation = self._rollouts(turns, clock)
+        groups: dict[RoleName, RecordingRole] = {"actor": self.actor} | ({"critic": self.critic} if has_critic else {})
         return TrainerParts(
             actor=self.actor,
             critic=self.critic if has_critic else None,
@@ -315,6 +337,8 @@ class Parts:
             clock=clock,
             dumps=self.dumps,
             side_by_side=None if colocate else RecordingSideBySide({"actor": self.actor, "critic": self.critic}),
+            saver=None if self.save_plan is None else CheckpointSaver(self.save_plan, self.saved, groups=groups, take=turns.take),
+            stop=self.stop,
         )
 
     def _rollouts(self, turns: DeviceTurns, clock: RunClock) -> tuple[RolloutSource, Evaluation | None]:
@@ -332,6 +356,7 @@ class Parts:
             vocab_size=100,
             mask_truncated=self.config.ppo.truncation_policy == "mask",
             restore=keeper.restore,
+            answering=self.stop.answering,
         )
         evaluation = Evaluation.of(
             self.config,

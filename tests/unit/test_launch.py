@@ -2,30 +2,36 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from slime_ppo.checkpoint.run_state import Checkpoint, RunState
+from slime_ppo.checkpoint.start import StartPoint, beginning
 from slime_ppo.config.fields import Value
-from slime_ppo.config.roles import RoleName
+from slime_ppo.config.roles import ROLE_NAMES, RoleName
 from slime_ppo.errors import ConfigError
-from slime_ppo.launch import RunInputs, _claim_run_folder, read_inputs
+from slime_ppo.launch import RunInputs, _claim_run_folder, _load, read_inputs
 from slime_ppo.orchestration.ray_launcher import _start_role
+from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.orchestration.worker_settings import worker_settings
 from tests.helpers.configs import make_config
 from tests.helpers.reward_services import Respond, reward_service
 from tests.helpers.tiny_llama import make_tiny_llama
+from tests.helpers.trainer_parts import RecordingRole
 
 
 def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(tmp_path: Path) -> None:
-    records = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+    records = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "run_state.json")
     kept = ("hf/model.safetensors", "critic/model.safetensors", "tensorboard/events", "notes.txt")
     for name in (*records, *kept):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("old")
-    _claim_run_folder(make_config(run__save=str(tmp_path), run__seed=7))
+    config = make_config(run__save=str(tmp_path), run__seed=7)
+    _claim_run_folder(config, beginning(config, {}))
     assert not any((tmp_path / name).exists() for name in records)
     assert all((tmp_path / name).read_text() == "old" for name in kept)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["seed"] == 7
@@ -33,8 +39,62 @@ def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(
 
 def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
-    _claim_run_folder(make_config(run__save=str(tmp_path), tracking__use_tensorboard=True))
+    config = make_config(run__save=str(tmp_path), tracking__use_tensorboard=True)
+    _claim_run_folder(config, beginning(config, {}))
     assert not (tmp_path / "tensorboard").exists()
+
+
+def records_of_a_run(folder: Path, num_rollouts: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_text("".join(f'{{"rollout_id": {number}}}\n' for number in range(num_rollouts)))
+
+
+def test_claim_run_folder_of_a_run_that_goes_on_keeps_its_records_and_gives_up_later_checkpoints(tmp_path: Path) -> None:
+    records_of_a_run(tmp_path, 7)
+    (tmp_path / "tensorboard").mkdir()
+    config = make_config(run__save=str(tmp_path), checkpoint__load=str(tmp_path), tracking__use_tensorboard=True)
+    state = RunState("run", (Checkpoint(4, {"actor": "actor/iter_0000004"}, "rollout/state_0000004.json", "0"),))
+    begun = beginning(config, {})
+    _claim_run_folder(config, replace(begun, resumed=True, records=tmp_path, run_state=state))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7  # the trackers cut them
+    assert (tmp_path / "tensorboard").exists()
+    assert RunState.read(tmp_path) == state
+
+
+def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_along(tmp_path: Path) -> None:
+    records_of_a_run(tmp_path / "old", 7)
+    records_of_a_run(tmp_path / "new", 2)
+    config = make_config(run__save=str(tmp_path / "new"), checkpoint__load=str(tmp_path / "old"))
+    _claim_run_folder(config, replace(beginning(config, {}), resumed=True, records=tmp_path / "old"))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / "new" / name).read_text() == (tmp_path / "old" / name).read_text()
+    assert RunState.read(tmp_path / "new") is None
+
+
+def loading(start: StartPoint) -> tuple[list[str], list[str]]:
+    """What is said, and what the roles are asked to do."""
+    journal: list[str] = []
+    groups: dict[RoleName, Any] = {role: RecordingRole(role, journal) for role in ROLE_NAMES}
+    turns = DeviceTurns(groups, offload=True, on_time=lambda name, seconds: None)
+    return _load(start, groups, turns), journal
+
+
+def test_load_of_a_resumed_run_wakes_each_role_and_says_what_came_back() -> None:
+    folders: dict[RoleName, Path] = {"actor": Path("run/actor/iter_0000004"), "critic": Path("run/critic/iter_0000004")}
+    start = replace(beginning(make_config(), {}), text="resumed", resumed=True, folders=folders, changes=("--lr was 1, is 2",))
+    said, journal = loading(start)
+    assert journal == [
+        *("wake actor", "load actor from iter_0000004 with its optimizer"),
+        *("offload actor", "wake critic", "load critic from iter_0000004 with its optimizer"),
+    ]
+    assert said[0].startswith("resumed: weights and optimizer of actor and critic") and said[1:] == ["--lr was 1, is 2"]
+
+
+def test_load_of_weights_leaves_the_optimizer_and_the_critic() -> None:
+    start = replace(beginning(make_config(), {}), text="weights only", folders={"actor": Path("td/iter_0000000")})
+    assert loading(start) == (["weights only"], ["wake actor", "load actor from iter_0000000"])
+    assert loading(beginning(make_config(), {})) == ([], [])
 
 
 class RecordingGroup:

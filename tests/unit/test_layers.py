@@ -14,13 +14,22 @@ LAYERS = (
     ("errors", "registry", "log"),
     ("parallel",),
     ("ppo_utils",),
-    # the families' declarations: plain data, from which the config reads shapes too
-    ("types", "config", "conversion.mapping", "conversion.families"),
+    # the families' declarations and the look of folders: plain data, from which the config reads shapes too
+    (
+        "types",
+        "config",
+        "conversion.mapping",
+        "conversion.families",
+        "conversion.table",
+        "conversion.shapes",
+        "conversion.torch_dist",
+        "conversion.torch_dist_folder",
+    ),  # fmt: skip
     ("data", "rewards", "conversion", "tracking"),
-    ("rollout", "weight_sync"),
+    ("rollout", "weight_sync", "checkpoint"),
     ("backends",),
     ("orchestration",),
-    ("evaluation", "rollout_source"),
+    ("evaluation", "rollout_source", "saver"),
     ("trainer", "rollout_only"),
     ("launch",),
 )
@@ -39,7 +48,9 @@ DRIVER_SIDE = (
     "orchestration",
     "tracking",
     "weight_sync",
+    "checkpoint",
     "evaluation",
+    "saver",
     "rollout_source",
     "rollout_only",
     "trainer",
@@ -103,8 +114,10 @@ def test_layers_a_wrong_import_is_found() -> None:
     source = "def f():\n    from slime_ppo.trainer import PpoTrainer\n    import ray\n    from slime_ppo import errors\n"
     imports = list(_imports(ast.parse(source)))
     assert _upward("config/cli.py", imports) == ["trainer"]
-    assert _upward("config/cli.py", ["slime_ppo.conversion.table.Head", "slime_ppo.conversion.families.FAMILIES"]) == ["conversion"]
-    assert _upward("conversion/families/llama.py", ["slime_ppo.conversion.table.Head"]) == ["conversion"]
+    assert _upward("config/cli.py", ["slime_ppo.conversion.shard.shard", "slime_ppo.conversion.families.FAMILIES"]) == [
+        "conversion"
+    ]
+    assert _upward("conversion/families/llama.py", ["slime_ppo.conversion.shard.shard"]) == ["conversion"]
     assert _upward("errors.py", ["slime_ppo.types.sample.Sample"]) == ["types"]
     assert "ray" in {name.split(".")[0] for name in imports} and not FRAMEWORKS["ray"]("trainer.py")
 

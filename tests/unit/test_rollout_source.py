@@ -14,7 +14,7 @@ from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.root import Config
 from slime_ppo.errors import DataError
 from slime_ppo.rollout.dump import DumpWriter
-from slime_ppo.rollout_source import DumpedRollouts, check_dumps, model_values
+from slime_ppo.rollout_source import DumpedRollouts, check_dumps
 from slime_ppo.tracking.clock import RunClock
 from slime_ppo.types.sample import Prompt, Sample
 from tests.helpers.configs import make_config, write_model_folder
@@ -90,7 +90,7 @@ def saved(tmp_path: Path, **values: Value) -> tuple[Config, ModelShape]:
     folder = write_model_folder(tmp_path / "model")
     config = make_config(run__num_rollout=2, model__hf_checkpoint=str(folder), **values)
     shape = ModelShape.from_hf_folder(folder)
-    writer = DumpWriter(str(tmp_path / "dumps"), config.to_yaml(), model_values(shape))
+    writer = DumpWriter(str(tmp_path / "dumps"), config.to_yaml(), shape.plain_values())
     for rollout_id in range(2):
         writer.save(rollout_id, make_samples())
     return config, shape

@@ -43,7 +43,7 @@ def keeping(where: Path, *, columns: Mapping[str, np.ndarray] = COLUMNS, **value
 
 
 def run(parts: Parts) -> None:
-    PpoTrainer(parts.config, parts.trainer_parts()).run()
+    PpoTrainer(parts.config, parts.trainer_parts(), parts.progress).run()
 
 
 def test_run_keeps_samples_columns_plan_rates_and_beta_of_every_rollout(tmp_path: Path) -> None:

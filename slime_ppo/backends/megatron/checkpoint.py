@@ -28,6 +28,7 @@ from slime_ppo.backends.megatron.stored_state import (
 from slime_ppo.backends.megatron.torch_dist_io import Piece, RankWriter, TorchDistFolder, Written, write_metadata
 from slime_ppo.conversion.hf_io import write_companions
 from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
+from slime_ppo.conversion.torch_dist_folder import extra_states
 from slime_ppo.errors import CheckpointError
 from slime_ppo.types.load_report import LoadReport
 
@@ -63,9 +64,7 @@ def save_checkpoint(role: "MegatronRole", folder: str, *, in_background: bool) -
     # the first rank alone: another one might find what a faster rank has written already
     _agree(lambda: _make_folder(target) if _is_first(role) else None, f"making {target}")
     steps = max(gather_objects(steps_done(role.optimizer), dist.group.WORLD))
-    writer = RankWriter(target, _own_pieces(role), {_rng_key(role): _rng_state(role)}, rank=role.settings.rank.rank)
-    if in_background:
-        writer.detach()
+    writer = _agree(lambda: _writer(role, target, detached=in_background), f"collecting the state for {target}")
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     role.unfinished_save = UnfinishedSave(target, thread.submit(writer.write), _common_state(role, steps))
     thread.shutdown(wait=False)
@@ -170,12 +169,33 @@ def _make_folder(folder: Path) -> None:
         )
 
 
+def _writer(role: "MegatronRole", folder: Path, *, detached: bool) -> RankWriter:
+    writer = RankWriter(folder, _own_pieces(role), _own_objects(role), rank=role.settings.rank.rank)
+    if detached:
+        writer.detach()
+    return writer
+
+
 def _own_pieces(role: "MegatronRole") -> list[Piece]:
     """What this rank writes."""
     stored = stored_parameters(role.models, role.table, role.layout)
     weights = [piece for one in stored if one.writes_weight for piece in weight_pieces(one)]
     shards = [shard for shard in optimizer_shards(role.optimizer, stored) if shard.stored.writes]
     return weights + [piece for shard in shards for piece in shard.pieces()]
+
+
+def _own_objects(role: "MegatronRole") -> dict[str, bytes]:
+    """This rank's random states; from the first rank also the extra states of linears, all empty, that Megatron's own loader asks
+    for."""
+    empty = dict.fromkeys(extra_states(role.table), _packed(None)) if _is_first(role) else {}
+    return {_rng_key(role): _rng_state(role)} | empty
+
+
+def _packed(value: object) -> bytes:
+    """An object as Megatron stores it: the list of its copies."""
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return buffer.getvalue()
 
 
 def _common_state(role: "MegatronRole", steps: int) -> dict[str, Any]:
@@ -270,9 +290,7 @@ def _rng_state(role: "MegatronRole") -> bytes:
     states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if role.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    buffer = io.BytesIO()
-    torch.save([states], buffer)
-    return buffer.getvalue()
+    return _packed(states)
 
 
 def _restore_rng(content: bytes) -> None:

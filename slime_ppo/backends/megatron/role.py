@@ -106,12 +106,7 @@ class MegatronRole:
         self.memory = Offloader(self.chunks, self.optimizer)
         self.unfinished_save: UnfinishedSave | None = None
         if settings.model.checkpoint_folder is not None:
-            load_checkpoint(
-                self,
-                settings.model.checkpoint_folder,
-                with_optimizer=False,
-                keeps_missing_head=settings.model.init_value_head is not None,
-            )
+            self._load_checkpoint(settings.model.checkpoint_folder)
         if settings.starts_offloaded:
             self.memory.offload()
 
@@ -124,6 +119,10 @@ class MegatronRole:
             source=folder,
             keeps_missing_head=self.settings.model.init_value_head is not None,
         )
+
+    def _load_checkpoint(self, folder: str) -> None:
+        keeps_missing_head = self.settings.model.init_value_head is not None
+        load_checkpoint(self, folder, with_optimizer=False, keeps_missing_head=keeps_missing_head)
 
     def micro_batches(self, batch: RolloutBatch, rows: np.ndarray) -> list[MicroBatch]:
         """This rank's share of `rows`; every data-parallel rank gets equally many micro-batches.

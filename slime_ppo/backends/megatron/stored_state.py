@@ -92,20 +92,28 @@ def optimizer_shards(optimizer: ChainedOptimizer, stored: Sequence[StoredParamet
     by_parameter = {id(one.parameter): one for one in stored}
     shards = []
     for part in optimizer.chained_optimizers:
-        for parameter, ranges in _ranges(part):
-            group, order = part.model_param_group_index_map[parameter]
-            main = part.optimizer.param_groups[group]["params"][order]
-            shards.append(OptimizerShard(by_parameter[id(parameter)], ranges.start, main, part))
+        starts = _starts(part)
+        for parameter, main in _main_parameters(part):
+            shards.append(OptimizerShard(by_parameter[id(parameter)], starts[id(parameter)], main, part))
     return shards
 
 
-def _ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, range]]:
-    """The elements of each parameter that the optimizer updates on this rank."""
-    for of_buffer in part.gbuf_ranges:
-        for of_dtype in of_buffer.values():
-            for of_bucket in of_dtype:
-                for parameter, ranges in of_bucket["param_map"].items():
-                    yield parameter, range(ranges["param"].start, ranges["param"].end)
+def _main_parameters(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter of which this rank updates a range, and that range in float32.
+
+    Not by `model_param_group_index_map`: in a group with parameters of both types (a bfloat16 critic, whose head is float32) it
+    numbers them in another order than the optimizer has them.
+    """
+    of_bf16, of_fp32 = part.shard_fp32_from_float16_groups, part.shard_fp32_groups
+    for groups, shards in ((part.model_float16_groups, of_bf16), (part.model_fp32_groups, of_fp32)):
+        for parameters, mains in zip(groups, shards, strict=True):
+            yield from zip(parameters, mains, strict=True)
+
+
+def _starts(part: DistributedOptimizer) -> dict[int, int]:
+    """The first element that this rank updates, by the id of the parameter."""
+    ranges = [of_bucket["param_map"] for of_buffer in part.gbuf_ranges for of_dtype in of_buffer.values() for of_bucket in of_dtype]
+    return {id(parameter): found["param"].start for of_bucket in ranges for parameter, found in of_bucket.items()}
 
 
 def _pieces(place: Place, key: str, flat: torch.Tensor, start: int) -> Iterator[Piece]:

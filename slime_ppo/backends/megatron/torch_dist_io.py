@@ -15,12 +15,8 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -79,38 +75,44 @@ class Written:
 
 
 class RankWriter:
-    """One rank's file: `pieces`, and `objects` by key, as bytes."""
+    """One rank's file: `pieces`, and `objects` by key, as bytes.
+
+    torch's own writer keeps host copies of all tensors of a file until it is closed; here there is one at a time.
+    """
 
     def __init__(self, folder: Path, pieces: Sequence[Piece], objects: Mapping[str, bytes], *, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self._data: dict[MetadataIndex, torch.Tensor | bytes] = {piece.index: piece.tensor for piece in pieces}
-        self._data |= {MetadataIndex(key): data for key, data in objects.items()}
-        self._items = [_write_item(piece) for piece in pieces]
-        self._items += [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in objects]
+        self._path = folder / f"__{rank}_0.distcp"
+        self._items = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in objects]
+        self._items += [_write_item(piece) for piece in pieces]
+        self._data: list[torch.Tensor | bytes] = [*objects.values(), *(piece.tensor for piece in pieces)]
 
     def detach(self) -> None:
         """Copy what is to be written to the host, so that training may go on."""
-        for index, held in self._data.items():
-            if isinstance(held, torch.Tensor):
-                self._data[index] = held.to("cpu", copy=True)
+        self._data = [held.detach().to("cpu", copy=True) if isinstance(held, torch.Tensor) else held for held in self._data]
 
     def write(self) -> Written:
-        """Write and flush the file. Tensors that are not on the host come there one after the other."""
-        writer = FileSystemWriter(self._folder, thread_count=1)
-        *_, plan = writer.prepare_global_plan([SavePlan([])] * self._rank + [SavePlan(self._items)])
-        results = writer.write_data(plan, _Source(self._data)).value()
-        self._data.clear()
+        """Write and flush the file."""
+        results = []
+        with self._path.open("wb") as file:
+            for item, held in zip(self._items, self._data, strict=True):
+                start = file.tell()
+                if isinstance(held, bytes):
+                    file.write(held)
+                else:
+                    torch.save(_on_host(held), file)
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(self._path.name, start, length)))
+            file.flush()
+            os.fsync(file.fileno())
         return Written(self._items, results)
 
 
-class _Source(DefaultSavePlanner):
-    def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
-        super().__init__()
-        self._data = data
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        held = self._data[write_item.index]
-        return held.detach() if isinstance(held, torch.Tensor) else io.BytesIO(held)
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory of its own: torch.save writes all of the memory that a tensor is a part of. One that is there
+    already stays."""
+    tensor = tensor.detach()
+    alone = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.to("cpu", copy=True)
 
 
 def _write_item(piece: Piece) -> WriteItem:

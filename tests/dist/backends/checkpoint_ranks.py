@@ -1,6 +1,6 @@
 """What the tests of checkpoints run on each rank of the pool."""
 
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,13 +9,15 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
 from slime_ppo.backends.megatron.checkpoint import finish_save, load_checkpoint, save_checkpoint
+from slime_ppo.backends.megatron.critic import CriticRole
 from slime_ppo.backends.megatron.role import MegatronRole
+from slime_ppo.backends.megatron.stored_state import steps_done
 from slime_ppo.errors import CheckpointError
 from slime_ppo.types.load_report import LoadReport
 from tests.dist.backends.cases import Case, make_plan, make_scored_batch
-from tests.dist.backends.ranks import Tensors, _data, _start, _whole
+from tests.dist.backends.ranks import Tensors, _data, _start, _start_actor, _whole
 
-ROLES = ("actor", "critic")
+BOTH = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,27 @@ class Resumed:
     weights: Tensors
 
 
-def _roles(case: Case) -> dict[str, MegatronRole]:
-    return dict(zip(ROLES, _start(case), strict=True))
+def _roles(case: Case, names: Sequence[str]) -> dict[str, MegatronRole]:
+    """One role, or both in this process."""
+    if len(names) == 2:
+        return dict(zip(names, _start(case), strict=True))
+    return {names[0]: _start_actor(case) if names[0] == "actor" else _start_critic(case)}
+
+
+def _start_critic(case: Case) -> CriticRole:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return CriticRole(case.settings(rank, "critic"), case.ppo)
 
 
 def _train(role: MegatronRole, case: Case, seed: int) -> None:
     role.train(make_scored_batch(seed), make_plan(), [case.lr] * 3)
 
 
-def save_and_go_on(case: Case, folder: str, in_background: bool = False) -> dict[str, Resumed]:
-    """Train both roles, save each in a folder of its name, and train on: in the background, while the file is written."""
+def save_and_go_on(case: Case, folder: str, in_background: bool = False, names: Sequence[str] = BOTH) -> dict[str, Resumed]:
+    """Train the roles, save each in a folder of its name, and train on: in the background, while the file is written."""
     after = {}
-    for name, role in _roles(case).items():
+    for name, role in _roles(case, names).items():
         _train(role, case, 0)
         save_checkpoint(role, f"{folder}/{name}", in_background=in_background)
         _train(role, case, 1)
@@ -46,10 +57,10 @@ def save_and_go_on(case: Case, folder: str, in_background: bool = False) -> dict
     return after
 
 
-def load_and_go_on(case: Case, folder: str, again: str | None = None) -> dict[str, Resumed]:
-    """Load both roles, save what came in another folder, train as `save_and_go_on` has done after its save."""
+def load_and_go_on(case: Case, folder: str, again: str | None = None, names: Sequence[str] = BOTH) -> dict[str, Resumed]:
+    """Load the roles, save what came in another folder, train as `save_and_go_on` has done after its save."""
     after = {}
-    for name, role in _roles(case).items():
+    for name, role in _roles(case, names).items():
         reference = None if role.reference is None else [copy.clone() for copy in role.reference._host]
         report = load_checkpoint(role, f"{folder}/{name}", with_optimizer=True)
         if role.reference is not None and not all(map(torch.equal, reference, role.reference._host)):
@@ -63,7 +74,7 @@ def load_and_go_on(case: Case, folder: str, again: str | None = None) -> dict[st
 
 def load_weights(case: Case, folder: str) -> tuple[Tensors, bool]:
     """(the actor's whole weights from a checkpoint without its optimizer, main parameters equal them)."""
-    role = _roles(case)["actor"]
+    role = _start_actor(case)
     load_checkpoint(role, folder, with_optimizer=False)
     mains = [main for part in role.optimizer.chained_optimizers for group in part.param_groups for main in group["params"]]
     parameters = torch.cat([parameter.data.float().view(-1) for model in role.models for parameter in model.parameters()])
@@ -73,27 +84,30 @@ def load_weights(case: Case, folder: str) -> tuple[Tensors, bool]:
 
 def start(case: Case) -> tuple[Tensors, np.ndarray]:
     """(the critic's whole weights as it starts, its random state)."""
-    role = _roles(case)["critic"]
+    role = _start_critic(case)
     return _whole(role, _data), torch.get_rng_state().numpy()
 
 
-def refusal(case: Case, folder: str, *, role: str, with_optimizer: bool = True) -> str:
-    """Why the role does not take the checkpoint; an AssertionError when the attempt has changed it or raised nothing."""
-    loads = _roles(case)[role]
-    before = _whole(loads, _data)
-    try:
-        load_checkpoint(loads, folder, with_optimizer=with_optimizer)
-    except CheckpointError as error:
-        after = _whole(loads, _data)
-        if not all(np.array_equal(after[name], before[name]) for name in before):
-            raise AssertionError(f"a load that was refused has changed weights: {error}") from error
-        return str(error)
-    raise AssertionError(f"{folder} was loaded")
+def refusals(case: Case, folders: Sequence[str], name: str, with_optimizer: bool = True) -> list[str]:
+    """Why the role does not take each of the checkpoints; an AssertionError when it does, or is another one after it."""
+    role = _roles(case, [name])[name]
+    before, found = _whole(role, _data), []
+    for folder in folders:
+        try:
+            load_checkpoint(role, folder, with_optimizer=with_optimizer)
+        except CheckpointError as error:
+            found.append(str(error))
+        else:
+            raise AssertionError(f"{folder} was loaded")
+    after = _whole(role, _data)
+    if not all(np.array_equal(after[name], before[name]) for name in before) or steps_done(role.optimizer):
+        raise AssertionError(f"a load that was refused has changed the role: {found}")
+    return found
 
 
 def failed_save(case: Case, folder: str, again: str) -> tuple[str, str]:
     """What both ways of saving into `folder`, where it can't be done, say; after it the actor trains and saves `again`."""
-    role, problems = _roles(case)["actor"], []
+    role, problems = _start_actor(case), []
     for in_background in (False, True):
         try:
             save_checkpoint(role, f"{folder}/{in_background}", in_background=in_background)
@@ -107,7 +121,7 @@ def failed_save(case: Case, folder: str, again: str) -> tuple[str, str]:
 
 def rng_after_load(case: Case, folder: str) -> bool:
     """True when the random states of the save are there again after a load."""
-    role = _roles(case)["actor"]
+    role = _start_actor(case)
     torch.manual_seed(1234 + dist.get_rank())
     tensor_parallel.get_cuda_rng_tracker().add("test", 99 + dist.get_rank())
     saved = torch.get_rng_state(), tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -134,21 +148,10 @@ def _megatron_state(role: MegatronRole, *, is_loading: bool) -> dict:
 
 def load_by_megatron(case: Case, folder: str) -> Resumed:
     """The actor as Megatron's own code loads it from our checkpoint, trained as `load_and_go_on`."""
-    role = _roles(case)["actor"]
+    role = _start_actor(case)
     state = dist_checkpointing.load(_megatron_state(role, is_loading=True), folder)
     for number, model in enumerate(role.models):
         model.load_state_dict(state["model" if len(role.models) == 1 else f"model{number}"], strict=False)
     role.optimizer.load_state_dict(state["optimizer"])
     _train(role, case, 1)
     return Resumed(None, _whole(role, _data))
-
-
-def save_by_megatron(case: Case, folder: str) -> Tensors:
-    """The actor's whole weights, and `folder` as Megatron's own code saves it."""
-    role = _roles(case)["actor"]
-    _train(role, case, 0)
-    if dist.get_rank() == 0:
-        os.makedirs(folder)
-    dist.barrier()
-    dist_checkpointing.save(_megatron_state(role, is_loading=False), folder)
-    return _whole(role, _data)

@@ -12,12 +12,13 @@ from tests.dist.backends.cases import RANKS, Case, make_folders
 from tests.helpers.layout_table import LAYOUT_ROWS
 from tests.helpers.rank_pool import RankPool
 
+CHECKPOINT_RANKS = "tests.dist.backends.checkpoint_ranks"
 CaseMaker = Callable[..., Case]
 
 
 @pytest.fixture(scope="session")
 def megatron_pool(rank_pool: RankPool) -> RankPool:
-    rank_pool.preload(RANKS)
+    rank_pool.preload(RANKS, CHECKPOINT_RANKS)
     return rank_pool
 
 

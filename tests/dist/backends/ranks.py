@@ -420,7 +420,14 @@ def load_weights(case: Case, changes: Mapping[str, tuple[int, ...] | None], head
         else:
             weights[name] = torch.zeros(shape)
     try:
-        load_hf_weights(role.models, role.table, weights, layout=role.layout, source="the folder")
+        load_hf_weights(
+            role.models,
+            role.table,
+            weights,
+            layout=role.layout,
+            source="the folder",
+            keeps_missing_head=case.init_value_head is not None,
+        )
     except ConversionError as error:
         return str(error)
     return ""

@@ -49,7 +49,7 @@ def _model(folder: Path, family: str, *, tie: bool, dtype: torch.dtype, seed: in
         ("wide llama", "tp4", "megatron", True, torch.float32),
         ("wide llama", "tp4", "ours", False, torch.bfloat16),
         ("wide llama", "pp4", "megatron", True, torch.bfloat16),
-        ("wide llama", "tp2 pp2", "megatron, stacked layers", False, torch.float32),
+        ("wide llama", "tp2 pp2", "megatron", False, torch.float32),
         ("wide llama", "pp2 vpp2", "megatron", False, torch.float32),
         ("llama3", "tp2", "ours", False, torch.float32),
         ("mistral", "tp2", "megatron", True, torch.float32),

@@ -62,19 +62,21 @@ def test_load_missing_and_unused_names_are_listed_together(megatron_pool: RankPo
 
 
 @pytest.mark.parametrize(
-    ("head", "tie", "changes", "accepted"),
+    ("head", "tie", "changes", "start", "accepted"),
     [
-        ("language_model", False, {"lm_head.weight": None}, False),
-        ("language_model", True, {"score.weight": (1, 64)}, False),
-        ("value", True, {"score.weight": None}, True),
-        ("value", False, {"score.weight": None}, True),  # a policy's folder: its lm_head has no place in a critic
+        ("language_model", False, {"lm_head.weight": None}, "zeros", False),
+        ("language_model", True, {"score.weight": (1, 64)}, "zeros", False),
+        ("value", True, {"score.weight": None}, "zeros", True),
+        ("value", True, {"score.weight": None}, None, False),
+        ("value", False, {"score.weight": None}, "zeros", True),  # a policy's folder: its lm_head has no place in a critic
     ],
 )
 def test_load_heads_that_may_be_there_or_not(
-    megatron_pool: RankPool, make_case: CaseMaker, *, head: str, tie: bool, changes: dict, accepted: bool
+    megatron_pool: RankPool, make_case: CaseMaker, *, head: str, tie: bool, changes: dict, start: str | None, accepted: bool
 ) -> None:
     case = make_case(PpoConfig(), tie=tie)
-    (message,) = megatron_pool.run(f"{RANKS}:load_weights", world=1, case=case, changes=changes, head=head)
+    loads = replace(case, init_value_head=start)
+    (message,) = megatron_pool.run(f"{RANKS}:load_weights", world=1, case=loads, changes=changes, head=head)
     assert (message == "") == accepted
     assert accepted or next(iter(changes)) in message
 

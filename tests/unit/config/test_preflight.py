@@ -223,6 +223,19 @@ def test_check_files_with_a_used_run_folder_needs_overwrite(make: Make, tmp_path
     (run / "metrics.jsonl").touch()
     assert "already holds a run (metrics.jsonl)" in _refusal(make(run__save=str(run)))
     check_files(make(run__save=str(run), run__overwrite=True))
+    (run / "metrics.jsonl").rename(run / "run_state.json")
+    message = _refusal(make(run__save=str(run)))
+    assert "already holds a run (run_state.json)" in message and f"go on with that run by --load {run}" in message
+
+
+def test_check_files_with_a_run_that_goes_on_in_its_folder_needs_no_overwrite(make: Make, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_model_folder(run / "hf")
+    (run / "metrics.jsonl").touch()
+    values: dict[str, Value] = {"run__save": str(run), "checkpoint__load": f"{tmp_path}/./run"}
+    assert "already holds saved weights" in _refusal(make(**values)), "a run that begins there would lose them"
+    (run / "run_state.json").touch()
+    check_files(make(**values))
 
 
 def test_check_files_with_a_save_folder_that_cannot_be_written_says_why(make: Make, tmp_path: Path) -> None:
@@ -308,7 +321,7 @@ def test_preflight_critic_from_a_checkpoint_reads_the_model_beside_its_weights(m
     iteration.mkdir(parents=True)
     latest = critic / "latest_checkpointed_iteration.txt"
     latest.write_text("20")
-    assert f"{latest} names 20, but {iteration} holds no torch_dist checkpoint" in _refusal(config)
+    assert f"{latest} names '20', but {iteration}/.metadata is not there" in _refusal(config)
     (iteration / ".metadata").touch()
     assert f"--critic-load {critic}: {iteration} is a torch_dist checkpoint without hf/config.json" in _refusal(config)
     write_model_folder(iteration / "hf", architectures=["LlamaForCausalLM"])

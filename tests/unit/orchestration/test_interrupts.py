@@ -1,11 +1,11 @@
-"""SIGINT and SIGTERM raise once, where the main thread is; handlers of before come back."""
+"""SIGINT and SIGTERM raise once, where the main thread is; handlers of before come back. A request to stop waits for its moment."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from slime_ppo.orchestration.interrupts import Interrupted, interrupts_raise
+from slime_ppo.orchestration.interrupts import Interrupted, Preempted, StopRequest, interrupts_raise
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
@@ -73,3 +73,55 @@ def test_interrupts_raise_block_that_fails_puts_the_handlers_back(own_handlers: 
     for sig in BOTH:
         signal.raise_signal(sig)
     assert own_handlers == list(BOTH)
+
+
+def test_stop_request_waits_for_the_next_check(own_handlers: list[int]) -> None:
+    stop = StopRequest()
+    with pytest.raises(Preempted, match="^SIGTERM$") as caught, interrupts_raise(), stop.listening():
+        stop.check()
+        signal.raise_signal(signal.SIGTERM)
+        with stop.answering():  # not within may_abort: ranks have trained
+            pass
+        assert stop.requested
+        stop.check()
+    assert caught.value.exit_code == 3 and isinstance(caught.value, Interrupted)
+    signal.raise_signal(signal.SIGTERM)  # a second one does not disturb the clean-up
+    assert own_handlers == []
+
+
+def test_stop_request_cuts_an_answer_that_may_be_given_anew(own_handlers: list[int]) -> None:
+    stop = StopRequest()
+    with pytest.raises(Preempted), interrupts_raise(), stop.listening(), stop.may_abort(), stop.answering():
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal did not end the answer")
+
+
+def test_stop_request_of_before_an_answer_does_not_let_it_begin(own_handlers: list[int]) -> None:
+    stop = StopRequest()
+    with pytest.raises(Preempted), interrupts_raise(), stop.listening(), stop.may_abort():
+        signal.raise_signal(signal.SIGTERM)
+        with stop.answering():
+            raise AssertionError("it began")
+
+
+def test_stop_request_after_all_answers_ends_at_the_end_of_the_block(own_handlers: list[int]) -> None:
+    stop = StopRequest()
+    rewarded = False
+    with pytest.raises(Preempted), interrupts_raise(), stop.listening():
+        with stop.may_abort():
+            signal.raise_signal(signal.SIGTERM)
+            rewarded = True
+        raise AssertionError("it went on")
+    assert rewarded
+
+
+def test_stop_request_leaves_sigint_as_it_is_and_puts_the_handler_back(own_handlers: list[int]) -> None:
+    stop = StopRequest()
+    with pytest.raises(Interrupted, match="SIGINT") as caught, interrupts_raise(), stop.listening():
+        signal.raise_signal(signal.SIGINT)
+    assert caught.value.exit_code == 130
+    signal.signal(signal.SIGTERM, lambda number, _: own_handlers.append(number))
+    with stop.listening():
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    assert own_handlers == [signal.SIGTERM]

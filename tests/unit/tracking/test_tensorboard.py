@@ -1,13 +1,15 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime_ppo.errors import ConfigError
-from slime_ppo.tracking.base import RolloutRecord, RunInfo
+from slime_ppo.tracking.base import RolloutRecord, RunInfo, TrackerSet
+from slime_ppo.tracking.jsonl import JsonlTracker
 from slime_ppo.tracking.tensorboard import TensorBoardTracker
 
 
@@ -32,6 +34,19 @@ def test_tensorboard_events_read_back_at_rollout_and_step_numbers(run: RunInfo, 
     assert set(found) == set(records[0].metrics) | set(records[1].metrics) | {f"step/{name}" for name in records[1].steps[0]} - {
         "step/step"
     }
+
+
+def test_tensorboard_of_a_resumed_run_has_every_rollout_once(run: RunInfo, records: tuple[RolloutRecord, ...]) -> None:
+    """The interrupted run had come to rollout 2, its checkpoint only to the end of rollout 0."""
+    for start, logged in ((0, records[:3]), (1, records[1:4])):
+        trackers = TrackerSet([TensorBoardTracker(), JsonlTracker()])
+        trackers.start(replace(run, start_rollout=start))
+        for record in logged:
+            trackers.log(record)
+        trackers.close()
+    found = read_scalars(run.run_dir / "tensorboard")
+    assert [step for step, _ in found["rollout/raw_reward"]] == [0, 1, 2, 3]
+    assert [step for step, _ in found["step/value_loss"]] == [int(step["step"]) for one in records for step in one.steps]
 
 
 def test_tensorboard_metric_that_is_nan_is_kept_as_nan(run: RunInfo) -> None:

@@ -68,6 +68,14 @@ def test_wandb_run_gets_the_config_the_axes_and_every_metric(
     assert fake.run.finished == 1
 
 
+@pytest.mark.parametrize(("mode", "resume"), [("online", "allow"), ("offline", None)])
+def test_wandb_run_goes_on_under_the_id_of_before(
+    fake: FakeWandb, run: RunInfo, mode: Literal["online", "offline"], resume: str | None
+) -> None:
+    WandbTracker(project="p", group=None, mode=mode).start(replace(run, run_id="abc", start_rollout=2))
+    assert (fake.settings["id"], fake.settings["resume"]) == ("abc", resume)
+
+
 def test_wandb_samples_are_one_table_per_rollout(fake: FakeWandb, run: RunInfo, samples: tuple[SampleRecord, ...]) -> None:
     tracker = WandbTracker(project="p", group=None, mode="offline")
     tracker.start(run)
