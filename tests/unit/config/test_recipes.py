@@ -51,7 +51,8 @@ def _local_paths(recipe: Path, folder: Path) -> list[str]:
     """Flags that put a model of the named shape, a prompt and a key where the recipe says /shared."""
     config = parse_config(["--config", str(recipe)]).config
     (folder / "prompts.jsonl").write_text('{"prompt": "2 + 2 =", "question": "2 + 2 =", "label": "4", "answer": "#### 4"}\n')
-    flags = ["--prompt-data", str(folder / "prompts.jsonl"), "--save", str(folder / "run")]
+    assert config.checkpoint.load == config.run.save, "a job that is submitted again goes on"
+    flags = ["--prompt-data", str(folder / "prompts.jsonl"), "--save", str(folder / "run"), "--load", str(folder / "run")]
     for flag, path in (("--hf-checkpoint", config.model.hf_checkpoint), ("--critic-load", config.critic.load)):
         if path is not None:
             flags += [flag, str(make_public_model(folder / flag, Path(path).name))]
