@@ -33,17 +33,23 @@ USAGE
 }
 
 MARK=SLIME_PPO_RAY_CLUSTER # every process that is started here carries it in its environment, and its children do
-STOP_S=15 # gcs_server alone often takes them all
+STOP_S=15
 
 fail() {
   printf 'error: %s\n' "$*" >&2
   exit 2
 }
 
-# Pids of the processes that carry the mark $1. /proc shows a process's first environment; whoever rewrites his own (Ray's agents
-# and workers do, for their names) has a parent that is found, and ends with it.
+# Pids of the processes that carry the mark $1, but for those whose command line holds $2. /proc shows a process's first
+# environment; whoever rewrites his own (Ray's agents and workers do, for their names) has a parent that is found, and ends with it.
 marked() {
-  { grep -lzx "$MARK=$1" /proc/[0-9]*/environ 2>/dev/null || true; } | cut -d/ -f3
+  local file pid
+  { grep -lzx "$MARK=$1" /proc/[0-9]*/environ 2>/dev/null || true; } | while read -r file; do
+    pid=${file#/proc/} pid=${pid%/environ}
+    if [[ -z ${2:-} ]] || ! grep -qa "$2" "/proc/$pid/cmdline" 2>/dev/null; then
+      echo "$pid"
+    fi
+  done
 }
 
 # The value of key $1 in the state file.
@@ -95,19 +101,24 @@ start_node() {
   done
 }
 
-# Ends the processes that carry the mark $1: kindly first, after STOP_S seconds by force.
-end_marked() {
-  local signal=TERM pids waited=0
-  while pids=$(marked "$1") && [[ -n $pids ]]; do
-    if ((waited == 0 || waited == STOP_S)); then
-      # shellcheck disable=SC2086  # one pid a word; some may have ended by now
-      kill -"$signal" $pids 2>/dev/null || true
-      signal=KILL
-    fi
-    ((waited < 2 * STOP_S)) || fail "these processes do not end: ${pids//$'\n'/ }"
-    sleep 1
-    waited=$((waited + 1))
+# Sends signal $1 to the processes that `marked $2 $3` tells, and waits STOP_S seconds for their end.
+signal_marked() {
+  local pids waited
+  for ((waited = 0; waited < 5 * STOP_S; waited++)); do
+    pids=$(marked "$2" "${3:-}")
+    [[ -n $pids ]] || return 0
+    # shellcheck disable=SC2086  # one pid a word; some may have ended by now
+    ((waited > 0)) || kill -"$1" $pids 2>/dev/null || true
+    sleep 0.2
   done
+}
+
+# Ends the processes that carry the mark $1. gcs_server comes last: it does not end while others of its node still do.
+end_marked() {
+  signal_marked TERM "$1" gcs_server
+  signal_marked TERM "$1"
+  signal_marked KILL "$1"
+  [[ -z $(marked "$1") ]] || fail "these processes do not end: $(marked "$1" | tr '\n' ' ')"
 }
 
 stop_node() {

@@ -12,12 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# notes its arguments and environment; `start` leaves a process behind
+# notes its arguments and environment; `start` leaves two processes behind
 FAKE_RAY = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$FAKE/calls"
 case "$1 ${2:-}" in
   "start --disable-usage-stats")
-    sleep 300 & echo $! >>"$FAKE/pids"
+    (exec -a gcs_server sleep 300) & gcs=$!
+    echo $gcs >>"$FAKE/pids"
+    # a process that needs the first one to the end
+    gcs=$gcs bash -c 'trap "kill -0 $gcs && touch $FAKE/in_order; exit" TERM; while kill -0 $gcs; do sleep 0.1; done' 2>/dev/null &
     # fails as often as the file has lines
     if [[ -s "$FAKE/failures" ]]; then sed -i 1d "$FAKE/failures"; echo "the port is taken"; exit 1; fi
     ;;
@@ -78,6 +81,7 @@ def test_stop_ends_the_processes_of_its_own_state_and_no_others(launch: Launch, 
     ours, others = launch.started
     assert launch("stop", "--state", str(tmp_path / "a")).returncode == 0
     assert (_alive(ours), _alive(others)) == (False, True)
+    assert (tmp_path / "in_order").exists()
     again = launch("stop", "--state", str(tmp_path / "a"))
     assert again.returncode == 0 and "nothing to stop" in again.stdout and _alive(others)
     assert launch("stop", "--state", str(tmp_path / "b")).returncode == 0
