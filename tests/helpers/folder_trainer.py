@@ -54,6 +54,9 @@ class FolderTrainer:
     def broadcast_bucket(self, bucket: Bucket) -> None:
         self._group.broadcast(self._flat(bucket))
 
+    def abandon_engine(self) -> None:
+        self._group.abandon()
+
     def leave_engine(self) -> None:
         self._group.leave()
 

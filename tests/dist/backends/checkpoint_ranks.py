@@ -134,24 +134,19 @@ def rng_after_load(case: Case, folder: str) -> bool:
     return torch.equal(torch.get_rng_state(), saved[0]) and equal
 
 
-_MEGATRON = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
-
-
-def _megatron_state(role: MegatronRole, *, is_loading: bool) -> dict:
-    """What Megatron's own code saves and loads, from the unwrapped model, whose virtual stages have numbers there."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = _MEGATRON | {"dp_cp_group": group}
-    names = ["model"] if len(role.models) == 1 else [f"model{number}" for number in range(len(role.models))]
-    state = {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, role.models, strict=True)}
-    return state | {"optimizer": role.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)}
-
-
 def load_by_megatron(case: Case, folder: str) -> Resumed:
     """The actor as Megatron's own code loads it from our checkpoint, trained as `load_and_go_on`."""
     role = _start_actor(case)
-    state = dist_checkpointing.load(_megatron_state(role, is_loading=True), folder)
-    for number, model in enumerate(role.models):
-        model.load_state_dict(state["model" if len(role.models) == 1 else f"model{number}"], strict=False)
+    [model] = role.models
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    asked = {"model": model.sharded_state_dict(metadata=metadata)}
+    asked["optimizer"] = role.optimizer.sharded_state_dict(asked, is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load(asked, folder)
+    model.load_state_dict(state["model"], strict=False)
     role.optimizer.load_state_dict(state["optimizer"])
     _train(role, case, 1)
     return Resumed(None, _whole(role, _data))
