@@ -51,3 +51,11 @@ def test_device_plan_without_colocation_adds_nothing_up(shape: ModelShape) -> No
     totals = [role_memory(config, shape, role).total for role in config.roles]
     assert plan.peak == max(*totals, sum(engine_memory(config, shape)))
     assert list(plan.roles) == ["actor", "critic"]
+
+
+def test_device_plan_of_half_a_run_has_only_its_own_tenants(shape: ModelShape) -> None:
+    config = make_config(data__rollout_max_prompt_len=32, debug__debug_rollout_only=True)
+    plan = device_plan(config, {"actor": shape})
+    assert (dict(plan.roles), plan.peak, plan.phase) == ({}, sum(engine_memory(config, shape)), "rollout")
+    _, plan = _planned(shape, debug__debug_train_only=True, debug__load_debug_rollout_data="dumps")
+    assert plan.engine == 0 and plan.phase == "actor trains"
