@@ -1,15 +1,16 @@
 """What `--dry-run` prints: batch plan, placement, memory estimate. No device is touched."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from slime_ppo.config.batch_plan import batch_plan_text
 from slime_ppo.config.checks import config_warnings
+from slime_ppo.config.device_peak import device_plan
 from slime_ppo.config.engine_checks import server_urls
 from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.memory_plan import MemoryEstimate, engine_memory, stage_memory
 from slime_ppo.config.model_shape import ModelShape
-from slime_ppo.config.roles import RoleSettings
+from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import Config
 
 _NO_ENGINE = "rollout engine: none, rollouts are read from files (--debug-train-only)"
@@ -20,10 +21,11 @@ def dry_run_report(
     config: Config, shape: ModelShape, *, critic_shape: ModelShape | None = None, launcher: LauncherName = "ray"
 ) -> str:
     """The text of `--dry-run`; `critic_shape` only where the critic starts from another model."""
+    shapes: dict[RoleName, ModelShape] = {"actor": shape, "critic": critic_shape or shape}
     parts = [
         "Batch plan\n" + _indented(batch_plan_text(config)),
         "Placement\n" + _indented(placement_text(config, launcher)),
-        "Memory per rank (activations and logits are rough)\n" + _indented(_memory_text(config, shape, critic_shape or shape)),
+        "Memory per rank (activations and logits are rough)\n" + _indented(memory_text(config, shapes)),
     ]
     warnings = config_warnings(config)
     if warnings:
@@ -96,24 +98,32 @@ def _sizes(role: RoleSettings) -> str:
     return f"TP {role.tp_size}{context} x DP {role.dp_size}{pipeline}{virtual}{experts}"
 
 
-def _memory_text(config: Config, actor_shape: ModelShape, critic_shape: ModelShape) -> str:
+def memory_text(config: Config, shapes: Mapping[RoleName, ModelShape]) -> str:
+    """A row per role and distinct pipeline stage, one of the engine, and the most that a device holds at one time."""
     rows: list[tuple[str, ...]] = [("", *_MEMORY_COLUMNS)]
     for role in config.roles:
-        stages = stage_memory(config, critic_shape if role == "critic" else actor_shape, role)
+        stages = stage_memory(config, shapes[role], role)
         for label, one in _distinct_stages(stages):
             kept = one.resident
             parts = (kept.params, kept.grads, kept.main_params, kept.moments, one.activations, one.logits, one.total, one.host)
-            rows.append((role + label, *map(_size, parts)))
+            rows.append((role + label, *map(size_text, parts)))
     if config.generates and (config.rollout.engine == "embedded" or config.engine_bundles):
-        weights, cache = engine_memory(config, actor_shape)
-        rows.append(("rollout", _size(weights), "", "", "", f"{_size(cache)} (KV)", "", _size(weights + cache), ""))
+        weights, cache = engine_memory(config, shapes["actor"])
+        rows.append(("rollout", size_text(weights), "", "", "", f"{size_text(cache)} (KV)", "", size_text(weights + cache), ""))
+    table = aligned(rows)
+    if config.engine_bundles:
+        table += (
+            "rollout: a rank of a server, and the KV cache that a whole rollout would fill. SGLang reserves its cache by itself,\n"
+            "on a GPU what --sglang-mem-fraction-static leaves to it\n"
+        )
+    plan = device_plan(config, shapes)
+    return f"{table}a device at most: {size_text(plan.peak)} ({plan.phase})\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A line per row, its cells at the right of their columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if config.engine_bundles:
-        lines += [
-            "rollout: a rank of a server, and the KV cache that a whole rollout would fill. SGLang reserves its cache by itself,",
-            "on a GPU what --sglang-mem-fraction-static leaves to it",
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -127,7 +137,8 @@ def _distinct_stages(stages: Sequence[MemoryEstimate]) -> Iterator[tuple[str, Me
         yield f" stage {first}" if not rest else f" stages {first}-{rest[-1]}", stages[first]
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """In GiB, or MiB below one."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"

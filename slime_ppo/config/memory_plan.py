@@ -105,13 +105,18 @@ def engine_memory(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the rollout engine, with SGLang of a rank of a server: weights, and the KV cache of its share of a rollout's samples
     at their longest."""
     width = DTYPE_BYTES[config.model.dtype]
-    per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * width
     widened = shape.vocab_size * shape.hidden_size * (FP32_BYTES - width) if config.model.fp32_lm_head else 0
-    samples = -(-config.samples_per_rollout // max(len(config.engine_bundles), 1))
-    # ranks beyond the key-value heads hold copies of them
     tp_size = config.rollout.rollout_num_gpus_per_engine if config.engine_bundles else 1
-    cache = samples * config.max_sample_tokens * per_token // min(tp_size, shape.num_query_groups)
-    return (num_params(shape) * width + widened) // tp_size, cache
+    samples = -(-config.samples_per_rollout // max(len(config.engine_bundles), 1))
+    return (num_params(shape) * width + widened) // tp_size, kv_cache(config, shape, samples)
+
+
+def kv_cache(config: Config, shape: ModelShape, samples: int) -> int:
+    """Bytes that a process of the engine needs to generate so many samples at one time, all at their longest."""
+    per_token = 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * DTYPE_BYTES[config.model.dtype]
+    tp_size = config.rollout.rollout_num_gpus_per_engine if config.engine_bundles else 1
+    # ranks beyond the key-value heads hold copies of them
+    return samples * config.max_sample_tokens * per_token // min(tp_size, shape.num_query_groups)
 
 
 def _activations(

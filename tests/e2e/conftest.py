@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,10 +26,12 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Runs:
-    """Starts drivers. `environment` decides between the shared cluster and one of their own."""
+    """Starts drivers. `environment` decides between the shared cluster and one of their own; `cluster` is the --state of
+    launch_ray.sh for the shared one."""
 
     model: Path
     environment: Mapping[str, str] = field(repr=False)
+    cluster: Path | None = None
 
     def start(
         self, save: Path, *flags: str, script: str = "scripts/train_ppo.py", config: str = QUICKSTART
@@ -54,6 +57,15 @@ class Runs:
         driver = self.start(save, *flags, script=script, config=config)
         output, _ = driver.communicate(timeout=timeout_s)
         return driver.returncode, output
+
+    def submit(self, *flags: str, timeout_s: float = 300) -> tuple[int, str]:
+        """(exit code, output) of a job on the shared cluster; paths in `flags` are absolute."""
+        command = [str(ROOT / "scripts/launch_ray.sh"), "submit", "--state", str(self.cluster), "--", *flags]
+        done = subprocess.run(
+            command, env=dict(self.environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
+            check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
 
     def torchrun(self, save: Path, num_ranks: int, *flags: str, script: str = "scripts/train_ppo.py") -> subprocess.Popen[str]:
         """A driver and its ranks without Ray, in processes that torchrun starts."""
@@ -116,26 +128,48 @@ def alone(local_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @pytest.fixture(scope="session")
-def joined_runs(local_runs: Runs) -> Iterator[Runs]:
-    """Drivers that join one cluster of CPUS_OF_CLUSTER CPUs."""
+def joined_runs(local_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Drivers that join one cluster of CPUS_OF_CLUSTER CPUs, which scripts/launch_ray.sh starts and ends."""
     environment = dict(local_runs.environment) | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_raylet_start_wait_time_s": "180",
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
-    head = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.ray_head", str(CPUS_OF_CLUSTER)],
-        cwd="/", env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    state = tmp_path_factory.mktemp("ray")
+
+    def launch(verb: str) -> list[str]:
+        return [str(ROOT / "scripts/launch_ray.sh"), verb, "--state", str(state)]
+
+    port, dashboard, agent = _free_ports(3)
+    further = (
+        f"--dashboard-agent-listen-port={agent}", f"--num-cpus={CPUS_OF_CLUSTER}", f"--object-store-memory={200 * 2**20}",
     )  # fmt: skip
-    assert head.stdin is not None and head.stdout is not None
-    address = head.stdout.readline().strip()
-    assert address, "the Ray cluster of the tests did not start"
-    yield Runs(local_runs.model, environment | {"RAY_ADDRESS": address})
-    head.stdin.close()
-    head.wait(timeout=60)
+    started = subprocess.run(
+        [*launch("head"), "--port", str(port), "--dashboard-port", str(dashboard), "--", *further],
+        cwd="/", env=environment, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert started.returncode == 0, started.stdout + started.stderr
+    # ends the cluster when its standard input closes, also should this process be killed
+    guard = subprocess.Popen(
+        ["sh", "-c", 'cat >/dev/null; exec "$@"', "sh", *launch("stop")], env=environment, text=True, stdin=subprocess.PIPE
+    )
+    assert guard.stdin is not None
+    yield Runs(local_runs.model, environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, state)
+    guard.stdin.close()
+    assert guard.wait(timeout=60) == 0
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports of loopback that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    try:
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 @pytest.fixture(scope="session")

@@ -147,3 +147,15 @@ def test_turns_keep_one_tenant_awake_except_for_weight_sync(one_rank: Path) -> N
             assert float(megabytes) == 0
         together |= {frozenset(awake)} if len(awake) > 1 else set()
     assert together == {frozenset({"actor", "rollout"})}
+
+
+def test_submitted_job_trains_on_the_cluster_and_its_exit_code_comes_back(
+    joined_runs: Runs, one_rank: Path, tmp_path: Path
+) -> None:
+    flags = ("--config", "configs/quickstart_cpu.yaml", "--hf-checkpoint", str(joined_runs.model), *SMALL)
+    code, output = joined_runs.submit(*flags, "--save", str(tmp_path / "run"), "--num-rollout", "2")
+    assert code == 0, output
+    assert "rollout 1/2 " in output, "its log was followed"
+    assert metrics_of(tmp_path / "run")[0] == metrics_of(one_rank)[0], "the LR schedule of fewer rollouts shows later"
+    code, output = joined_runs.submit("--config", "configs/quickstart_cpu.yaml", "--kl-coeff", "1")
+    assert code == 2 and "unknown flag --kl-coeff" in output
