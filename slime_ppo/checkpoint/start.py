@@ -5,7 +5,7 @@ Everything is read and compared before any device is used, the ranks' own files 
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -258,16 +258,31 @@ def _refuse_as_save(in_place: bool, folder: Path, kind: str) -> None:
 
 def check_role_folders_free(config: Config, run_state: RunState) -> None:
     """Refuse folders that hold checkpoints of another run: they would be deleted one day. Raises ConfigError."""
-    own = {os.path.realpath(Path(config.run.save) / path) for one in run_state.checkpoints for path in one.paths}
-    for role, folder in role_folders(config).items():
-        foreign = _foreign(folder, own)
-        if foreign and not config.run.overwrite and not loads_own_folder(config):
+    if config.run.overwrite:
+        return
+    folders, own_runs = role_folders(config), {run_state.run_id}
+    if loads_own_folder(config):  # what a killed run has left in its own folder, and nothing lists, is no other run's
+        own_runs |= {_run_id(one) for one in _iterations(folders["actor"])} - {None}
+    listed = {os.path.realpath(Path(config.run.save) / path) for one in run_state.checkpoints for path in one.paths}
+    for role, folder in folders.items():
+        unlisted = (one for one in _iterations(folder) if os.path.realpath(one) not in listed)
+        foreign = [one.name for one in unlisted if _run_id(one) not in own_runs]
+        if foreign:
             raise ConfigError(
                 f"{folder} already holds checkpoints ({', '.join(foreign[:3])}), which are not of this run's {role}. Choose "
                 "another folder, or say --overwrite"
             )
 
 
-def _foreign(folder: Path, own: set[str]) -> Sequence[str]:
+def _iterations(folder: Path) -> list[Path]:
+    """Folders of whole checkpoints, by name."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return [name for name in names if iteration_number(name) is not None and os.path.realpath(folder / name) not in own]
+    return [folder / name for name in names if iteration_number(name) is not None]
+
+
+def _run_id(iteration: Path) -> str | None:
+    """The run that has saved a checkpoint; None when it does not say."""
+    try:
+        return str(read_json(iteration / IDENTITY_FILE)["run_id"])
+    except (CheckpointError, KeyError):
+        return None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start
 from slime_ppo.config.fields import Value
 from slime_ppo.config.model_shape import ModelShape
@@ -331,3 +332,40 @@ def test_check_role_folders_free_refuses_the_checkpoints_of_another_run(run: Pat
     with pytest.raises(ConfigError, match=r"critic already holds checkpoints \(iter_0000002, iter_0000004\), which are not"):
         check_role_folders_free(config, start.run_state)
     check_role_folders_free(loading(run), start_of(loading(run), shapes).run_state)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_check_role_folders_free_refuses_another_runs_critics_in_a_folder_that_goes_on(
+    run: Path, tmp_path: Path, shapes: Shapes, resumes: bool
+) -> None:
+    second = tmp_path / "second"
+    if resumes:
+        own = make_saver(make_config(run__save=str(second)), shapes=shapes, state=RunState("run-2"))
+        own.save(progress_after(make_config(), 2, prompts={"drawn": 16}))
+    config = loading(second, critic__save=str(run / "critic"))
+    start = start_of(config, shapes)
+    assert start.resumed == resumes
+    with pytest.raises(ConfigError, match=r"critic already holds checkpoints \(iter_0000002, iter_0000004\), which are not"):
+        check_role_folders_free(config, start.run_state)
+    check_role_folders_free(replace(config, run=replace(config.run, overwrite=True)), start.run_state)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_check_role_folders_free_takes_what_a_killed_run_has_left_for_its_own(
+    tmp_path: Path, shapes: Shapes, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    config = loading(tmp_path / "run", critic__save=str(tmp_path / "critics"))
+    saver = make_saver(config, shapes=shapes, state=RunState("killed"))
+    if resumes:
+        saver.save(progress_after(config, 2, prompts={"drawn": 16}))
+
+    def kill(state: RunState, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RunState, "write", kill)
+        saver.save(progress_after(config, 4, prompts={"drawn": 32}))
+    assert (tmp_path / "critics" / "iter_0000004").exists()
+    start = start_of(config, shapes)
+    assert start.progress.rollout_id == (2 if resumes else 0)
+    check_role_folders_free(config, start.run_state)
