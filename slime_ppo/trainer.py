@@ -21,7 +21,7 @@ from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.tokenizer import TextTokenizer
-from slime_ppo.errors import NumericsError, RewardError
+from slime_ppo.errors import NumericsError, RewardError, RolloutError
 from slime_ppo.evaluation import Evaluation
 from slime_ppo.orchestration.interrupts import Preempted, StopRequest
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
@@ -93,6 +93,10 @@ class PpoTrainer:
             self.parts.rollouts.abort()
             if self.parts.saver is not None:
                 self.parts.saver.save(self.progress)
+            raise
+        except (RewardError, RolloutError):  # the ranks are well: what they have written in the background counts
+            if self.parts.saver is not None:
+                self.parts.saver.publish()
             raise
         if self.config.model.save_hf:
             self.save_hf()
