@@ -172,9 +172,7 @@ def test_loop_that_saves_in_the_background_publishes_after_the_next_generation(t
     assert "save actor as iter_0000003.partial" in journal, "the last one is waited for"
 
 
-def test_loop_that_fails_in_a_rollout_has_what_it_saved_in_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loop_that_fails_in_a_rollout_has_what_it_saved_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_in(tmp_path, checkpoint__save_interval=1, checkpoint__async_save=True)
     parts = parts_in(config)
     score, calls = parts.rewards.score, iter(range(NUM_ROLLOUT))

@@ -190,10 +190,12 @@ def test_find_start_tells_the_options_that_have_changed(run: Path, shapes: Shape
 
 
 def test_find_start_with_nothing_left_to_do_names_num_rollout(run: Path, shapes: Shapes) -> None:
-    message = refusal(loading(run, run__num_rollout=4), shapes, ConfigError)
-    assert message == (
-        f"nothing is left to do: {run} has done 4 of --num-rollout 4, which counts the whole run. Raise --num-rollout to go on"
-    )
+    told = f"nothing is left to do: {run} has done 4 of --num-rollout 4, which counts the whole run. Raise --num-rollout to go on"
+    killed_in_its_export = refusal(loading(run, run__num_rollout=4), shapes, ConfigError)
+    tool = f"python tools/convert_torch_dist_to_hf.py {run}/actor/iter_0000004 {run}/hf"
+    assert killed_in_its_export == f"{told}. It has no hf folder yet: {tool}"
+    (run / "hf").mkdir()
+    assert refusal(loading(run, run__num_rollout=4), shapes, ConfigError) == told
 
 
 @pytest.mark.parametrize(
@@ -369,3 +371,12 @@ def test_check_role_folders_free_takes_what_a_killed_run_has_left_for_its_own(
     start = start_of(config, shapes)
     assert start.progress.rollout_id == (2 if resumes else 0)
     check_role_folders_free(config, start.run_state)
+
+
+def test_check_role_folders_free_refuses_to_begin_anew_over_checkpoints_whose_list_is_lost(run: Path, shapes: Shapes) -> None:
+    (run / "run_state.json").unlink()
+    config = loading(run)
+    with pytest.raises(
+        ConfigError, match=r"has no run_state.json.*iter_0000002, iter_0000004: the run would begin anew and delete"
+    ):
+        check_role_folders_free(config, start_of(config, shapes).run_state)
