@@ -265,7 +265,7 @@ def check_role_folders_free(config: Config, run_state: RunState) -> None:
     folders, own_runs = role_folders(config), {run_state.run_id}
     if loads_own_folder(config):  # what a killed run has left in its own folder, and nothing lists, is no other run's
         _check_list_is_not_lost(config, run_state, _iterations(folders["actor"]))
-        own_runs |= {_run_id(one) for one in _iterations(folders["actor"])} - {None}
+        own_runs |= set(filter(None, map(_run_id, _iterations(folders["actor"]))))
     listed = {os.path.realpath(Path(config.run.save) / path) for one in run_state.checkpoints for path in one.paths}
     for role, folder in folders.items():
         unlisted = (one for one in _iterations(folder) if os.path.realpath(one) not in listed)
