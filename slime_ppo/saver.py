@@ -107,6 +107,8 @@ class CheckpointSaver:
             checkpoint = self._write_state(waiting.progress, folders)
             after = before.with_checkpoint(checkpoint, keep=self.plan.keep)
             after.write(self.plan.run_folder)
+            for folder in self.plan.folders.values():  # for Megatron's tools: never one that is taken back
+                write_atomically(folder / LATEST_FILE, str(rollout_id).encode())
         self.state = after
         _log.info("checkpoint after %d rollouts: whole %.1f s after its begin", rollout_id, time.perf_counter() - waiting.began)
         self._sweep(before)
@@ -132,7 +134,6 @@ class CheckpointSaver:
             identity = {"format": FORMAT, "run_id": self.state.run_id, "role": role, "rollout_id": rollout_id}
             write_atomically(partial / IDENTITY_FILE, json_bytes(identity))
             publish_folder(partial, final)
-            write_atomically(folder / LATEST_FILE, str(rollout_id).encode())
             listed[role] = path_in(self.plan.run_folder, final)
         return listed
 

@@ -21,7 +21,7 @@ from slime_ppo.config.roles import RoleName, RoleSettings
 from slime_ppo.config.root import Config
 from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.tokenizer import TextTokenizer
-from slime_ppo.errors import NumericsError, RewardError
+from slime_ppo.errors import NumericsError, RewardError, RolloutError
 from slime_ppo.evaluation import Evaluation
 from slime_ppo.orchestration.interrupts import Preempted, StopRequest
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
@@ -91,12 +91,23 @@ class PpoTrainer:
                 last, background = rollout_id == self.config.run.num_rollout - 1, self.config.checkpoint.async_save
                 save_between(self.parts.saver, self.parts.stop, self.progress, last=last, in_background=background)
         except Preempted:
-            self.parts.rollouts.abort()
+            self._abort_generation()
             if self.parts.saver is not None:
                 self.parts.saver.save(self.progress)
             raise
+        except (RewardError, RolloutError):  # the ranks are well: what they have written in the background counts
+            if self.parts.saver is not None:
+                self.parts.saver.publish()
+            raise
         if self.config.model.save_hf:
             self.save_hf()
+
+    def _abort_generation(self) -> None:
+        """An engine that has died must not keep the ranks, which are well, from saving."""
+        try:
+            self.parts.rollouts.abort()
+        except RolloutError:
+            _log.warning("the rollout engine could not be told to stop; the run is saved all the same", exc_info=True)
 
     def iterate(self, rollout_id: int) -> None:
         """One PPO iteration."""

@@ -5,7 +5,7 @@ Everything is read and compared before any device is used, the ranks' own files 
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -239,9 +239,11 @@ def _changed_settings(config: Config, saved: SavedState) -> tuple[str, ...]:
 
 def _check_something_left(config: Config, folder: Path, chosen: Checkpoint) -> None:
     if chosen.rollout_id >= config.run.num_rollout:
+        export = f"python tools/convert_torch_dist_to_hf.py {folder / chosen.folders['actor']} {folder / 'hf'}"
+        missing = "" if (folder / "hf").exists() or not config.model.save_hf else f". It has no hf folder yet: {export}"
         raise ConfigError(
             f"nothing is left to do: {folder} has done {chosen.rollout_id} of --num-rollout {config.run.num_rollout}, which counts "
-            "the whole run. Raise --num-rollout to go on"
+            f"the whole run. Raise --num-rollout to go on{missing}"
         )
 
 
@@ -265,16 +267,42 @@ def _refuse_as_save(in_place: bool, folder: Path, kind: str) -> None:
 
 def check_role_folders_free(config: Config, run_state: RunState) -> None:
     """Refuse folders that hold checkpoints of another run: they would be deleted one day. Raises ConfigError."""
-    own = {os.path.realpath(Path(config.run.save) / path) for one in run_state.checkpoints for path in one.paths}
-    for role, folder in role_folders(config).items():
-        foreign = _foreign(folder, own)
-        if foreign and not config.run.overwrite and not loads_own_folder(config):
+    if config.run.overwrite:
+        return
+    folders, own_runs = role_folders(config), {run_state.run_id}
+    if loads_own_folder(config):  # what a killed run has left in its own folder, and nothing lists, is no other run's
+        _check_list_is_not_lost(config, run_state, _iterations(folders["actor"]))
+        own_runs |= set(filter(None, map(_run_id, _iterations(folders["actor"]))))
+    listed = {os.path.realpath(Path(config.run.save) / path) for one in run_state.checkpoints for path in one.paths}
+    for role, folder in folders.items():
+        unlisted = (one for one in _iterations(folder) if os.path.realpath(one) not in listed)
+        foreign = [one.name for one in unlisted if _run_id(one) not in own_runs]
+        if foreign:
             raise ConfigError(
                 f"{folder} already holds checkpoints ({', '.join(foreign[:3])}), which are not of this run's {role}. Choose "
                 "another folder, or say --overwrite"
             )
 
 
-def _foreign(folder: Path, own: set[str]) -> Sequence[str]:
+def _check_list_is_not_lost(config: Config, run_state: RunState, left: list[Path]) -> None:
+    """A kill in the first save leaves one checkpoint that nothing lists; where there are more, there was a list."""
+    if not run_state.checkpoints and len(left) > 1:
+        raise ConfigError(
+            f"--load {config.checkpoint.load} has no {RUN_STATE_FILE}, which lists its checkpoints, but {left[0].parent} holds "
+            f"{', '.join(one.name for one in left[:3])}: the run would begin anew and delete them. Bring the file back, take the "
+            f"weights alone by --load {left[-1]} into another --save, or say --overwrite"
+        )
+
+
+def _iterations(folder: Path) -> list[Path]:
+    """Folders of whole checkpoints, by name."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return [name for name in names if iteration_number(name) is not None and os.path.realpath(folder / name) not in own]
+    return [folder / name for name in names if iteration_number(name) is not None]
+
+
+def _run_id(iteration: Path) -> str | None:
+    """The run that has saved a checkpoint; None when it does not say."""
+    try:
+        return str(read_json(iteration / IDENTITY_FILE)["run_id"])
+    except (CheckpointError, KeyError):
+        return None

@@ -167,6 +167,9 @@ def _check_folders_apart(config: Config) -> None:
     stay."""
     run, inputs = os.path.realpath(config.run.save), _inputs(config)
     _check_not_above("--save", run, {flag: path for flag, path in inputs.items() if os.path.realpath(path) == run})
+    load = config.checkpoint.load
+    if load is not None and not loads_own_folder(config):
+        _check_not_above("--save", run, {"--load": load})
     hf = os.path.realpath(config.role("actor").save_folder)
     own, replaced = {"--save (its hf folder)": hf}, {"--save (its hf folder)": hf}
     if config.has_critic:

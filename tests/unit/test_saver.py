@@ -60,10 +60,9 @@ def test_save_writes_actor_critic_state_and_lists_it_last(tmp_path: Path, monkey
         *("take actor", "save actor as iter_0000020.partial", "take critic", "save critic as iter_0000020.partial"),
         *("finish actor", "finish critic"),
         *("publish actor/iter_0000020.partial/slime_ppo.json", "rename to actor/iter_0000020"),
-        "publish actor/latest_checkpointed_iteration.txt",
         *("publish critic/iter_0000020.partial/slime_ppo.json", "rename to critic/iter_0000020"),
-        "publish critic/latest_checkpointed_iteration.txt",
         *("publish rollout/state_0000020.json", "publish run_state.json"),
+        *("publish actor/latest_checkpointed_iteration.txt", "publish critic/latest_checkpointed_iteration.txt"),
     ]
     assert (tmp_path / "actor" / "latest_checkpointed_iteration.txt").read_text() == "20"
     assert listed(tmp_path) == [20]
@@ -226,6 +225,7 @@ def test_save_whose_list_cannot_be_written_takes_back_what_was_renamed(tmp_path:
         save(saver, config, 2)
     assert listed(tmp_path) == [1]
     assert "actor/iter_0000002" not in on_disk(tmp_path)
+    assert [(tmp_path / role / "latest_checkpointed_iteration.txt").read_text() for role in ("actor", "critic")] == ["1", "1"]
 
 
 def test_save_that_the_ranks_cannot_write_says_so_and_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import RunState, SavedState
 from slime_ppo.config.fields import Value
 from slime_ppo.config.root import Config
-from slime_ppo.errors import CheckpointError
+from slime_ppo.errors import CheckpointError, RewardError, RolloutError
 from slime_ppo.orchestration.interrupts import Preempted
 from slime_ppo.tracking.base import RolloutRecord
 from slime_ppo.trainer import PpoTrainer
@@ -172,6 +172,23 @@ def test_loop_that_saves_in_the_background_publishes_after_the_next_generation(t
     assert "save actor as iter_0000003.partial" in journal, "the last one is waited for"
 
 
+def test_loop_that_fails_in_a_rollout_has_what_it_saved_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path, checkpoint__save_interval=1, checkpoint__async_save=True)
+    parts = parts_in(config)
+    score, calls = parts.rewards.score, iter(range(NUM_ROLLOUT))
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == 1:
+            raise RewardError("the user's function raised")
+        return score(*arguments, **named)
+
+    monkeypatch.setattr(parts.rewards, "score", fails)
+    with pytest.raises(RewardError, match="the user's function"):
+        run(parts)
+    state = RunState.read(tmp_path)
+    assert state is not None and [one.rollout_id for one in state.checkpoints] == [1]
+
+
 def test_loop_whose_save_fails_ends_with_what_is_left(tmp_path: Path) -> None:
     parts = parts_in(config_in(tmp_path, checkpoint__save_interval=1))
     trainer_parts = parts.trainer_parts()
@@ -184,3 +201,16 @@ def test_loop_without_checkpoints_saves_nothing(tmp_path: Path) -> None:
     parts = Parts(config_in(tmp_path))
     run(parts)
     assert list(tmp_path.iterdir()) == [] and not [line for line in parts.journal if line.startswith("save")]
+
+
+def test_loop_stopped_beside_an_engine_that_has_died_saves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path / "run")
+    parts = parts_in(config)
+    monkeypatch.setattr(parts.engine, "generate", at(1, parts.engine.generate))
+
+    def dead() -> None:
+        raise RolloutError("the engine's process has died")
+
+    monkeypatch.setattr(parts.engine, "abort", dead)
+    stopped(parts)
+    assert len(resumed(config).tracker.records) == NUM_ROLLOUT - 1

@@ -122,7 +122,14 @@ def _write_item(piece: Piece) -> WriteItem:
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> None:
-    """What lies in which rank's file; after it the folder can be read."""
+    """What lies in which rank's file; after it the folder can be read. Raises CheckpointError when not all files are here."""
+    names = {result.storage_data.relative_path for one in written for result in one.results}
+    absent = sorted(name for name in names if not (folder / name).is_file())
+    if absent:
+        raise CheckpointError(
+            f"{folder} has no {', '.join(absent)} where the first rank runs, although other ranks have written it: the run folder "
+            "must be the same one on all nodes"
+        )
     _, metadata = create_default_global_save_plan([SavePlan(one.items) for one in written])
     FileSystemWriter(folder).finish(metadata, [one.results for one in written])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start
 from slime_ppo.config.fields import Value
 from slime_ppo.config.model_shape import ModelShape
@@ -189,10 +190,12 @@ def test_find_start_tells_the_options_that_have_changed(run: Path, shapes: Shape
 
 
 def test_find_start_with_nothing_left_to_do_names_num_rollout(run: Path, shapes: Shapes) -> None:
-    message = refusal(loading(run, run__num_rollout=4), shapes, ConfigError)
-    assert message == (
-        f"nothing is left to do: {run} has done 4 of --num-rollout 4, which counts the whole run. Raise --num-rollout to go on"
-    )
+    told = f"nothing is left to do: {run} has done 4 of --num-rollout 4, which counts the whole run. Raise --num-rollout to go on"
+    killed_in_its_export = refusal(loading(run, run__num_rollout=4), shapes, ConfigError)
+    tool = f"python tools/convert_torch_dist_to_hf.py {run}/actor/iter_0000004 {run}/hf"
+    assert killed_in_its_export == f"{told}. It has no hf folder yet: {tool}"
+    (run / "hf").mkdir()
+    assert refusal(loading(run, run__num_rollout=4), shapes, ConfigError) == told
 
 
 @pytest.mark.parametrize(
@@ -337,3 +340,49 @@ def test_run_of_the_other_script_is_refused_and_its_weights_are_named(run: Path,
     text = refusal(replace(loading(run), objective="sft"), shapes)
     assert "is one of scripts/train_ppo.py, and only that goes on with it" in text
     assert f"--load {run}/actor/iter_0000004" in text
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_check_role_folders_free_refuses_another_runs_critics_in_a_folder_that_goes_on(
+    run: Path, tmp_path: Path, shapes: Shapes, resumes: bool
+) -> None:
+    second = tmp_path / "second"
+    if resumes:
+        own = make_saver(make_config(run__save=str(second)), shapes=shapes, state=RunState("run-2"))
+        own.save(progress_after(make_config(), 2, prompts={"drawn": 16}))
+    config = loading(second, critic__save=str(run / "critic"))
+    start = start_of(config, shapes)
+    assert start.resumed == resumes
+    with pytest.raises(ConfigError, match=r"critic already holds checkpoints \(iter_0000002, iter_0000004\), which are not"):
+        check_role_folders_free(config, start.run_state)
+    check_role_folders_free(replace(config, run=replace(config.run, overwrite=True)), start.run_state)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_check_role_folders_free_takes_what_a_killed_run_has_left_for_its_own(
+    tmp_path: Path, shapes: Shapes, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    config = loading(tmp_path / "run", critic__save=str(tmp_path / "critics"))
+    saver = make_saver(config, shapes=shapes, state=RunState("killed"))
+    if resumes:
+        saver.save(progress_after(config, 2, prompts={"drawn": 16}))
+
+    def kill(state: RunState, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RunState, "write", kill)
+        saver.save(progress_after(config, 4, prompts={"drawn": 32}))
+    assert (tmp_path / "critics" / "iter_0000004").exists()
+    start = start_of(config, shapes)
+    assert start.progress.rollout_id == (2 if resumes else 0)
+    check_role_folders_free(config, start.run_state)
+
+
+def test_check_role_folders_free_refuses_to_begin_anew_over_checkpoints_whose_list_is_lost(run: Path, shapes: Shapes) -> None:
+    (run / "run_state.json").unlink()
+    config = loading(run)
+    with pytest.raises(
+        ConfigError, match=r"has no run_state.json.*iter_0000002, iter_0000004: the run would begin anew and delete"
+    ):
+        check_role_folders_free(config, start_of(config, shapes).run_state)

@@ -162,6 +162,12 @@ def test_check_files_with_a_critic_folder_that_holds_an_input_is_refused(
         assert flag in message and "which the run would overwrite" in message
 
 
+def test_check_files_that_loads_from_inside_the_run_folder_is_refused(make: Make, tmp_path: Path) -> None:
+    inside = write_model_folder(tmp_path / "run" / "hf")
+    config = make(checkpoint__load=str(inside), run__save=str(inside.parent), run__overwrite=True)
+    assert f"holds {inside} (--load), which the run would overwrite" in _refusal(config)
+
+
 def test_check_files_with_a_critic_folder_that_holds_the_current_directory_is_refused(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """What the tool calls equal, and when it kills; whole runs are in tests/e2e/test_resume.py."""
 
+import ast
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -54,6 +56,21 @@ def test_differences_name_what_is_not_the_same(tmp_path: Path, file: str, conten
     (ours / file).parent.mkdir(exist_ok=True)
     (ours / file).write_text(content)
     assert tool.differences(ours, theirs) == [named]
+
+
+def test_moments_name_functions_that_are_there() -> None:
+    """Read, not imported: that takes seconds."""
+    ours = [one.function.split(":") for one in tool.MOMENTS if one.function.startswith("slime_ppo.")]
+    assert len(ours) > 10
+    for module, path in ours:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, module
+        body: list[ast.stmt] = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+        for name in path.split("."):
+            found = {one.name: one.body for one in body if isinstance(one, ast.ClassDef | ast.FunctionDef)}
+            imported = {alias.name: [] for one in body if isinstance(one, ast.ImportFrom) for alias in one.names}
+            assert name in found | imported, f"{module} has no {path}"
+            body = (found | imported)[name]
 
 
 @pytest.mark.parametrize(("after", "made"), [(False, ["one", "x.json"]), (True, ["one", "two", "x.json"])])
