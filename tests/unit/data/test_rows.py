@@ -95,6 +95,21 @@ def test_parquet_file_with_a_damaged_page_is_refused(tmp_path: Path) -> None:
         read(str(file))
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (pa.array([b"ok", b"a\xff"]).view(pa.string()), "can't decode byte 0xff"),
+        (pa.array([1000, 1001], pa.timestamp("ns")), "Nanosecond"),
+        (pa.array([0, 10_000_000], pa.date32()), "out of range"),
+    ],
+)
+def test_parquet_value_that_python_cannot_hold_breaks_its_row_alone(tmp_path: Path, values: pa.Array, reason: str) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"], "value": values}), tmp_path / "p.parquet")
+    whole, broken = read(str(tmp_path / "p.parquet"))
+    assert isinstance(whole.content, dict) and whole.content["prompt"] == "a" and not whole.problem
+    assert (broken.index, broken.place, broken.content) == (1, f"{tmp_path}/p.parquet[1]", None) and reason in broken.problem
+
+
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet"])
 def test_file_missing_is_refused_with_its_flag(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"prompt file .*{name} \(--prompt-data\) cannot be read: .*No such file"):
