@@ -92,9 +92,7 @@ def test_math_label_that_is_none_is_no_reward(reward: MathReward) -> None:
     assert score(reward, " ", "5") == RewardFailure("found no answer in the label ' '")
 
 
-@pytest.mark.parametrize(
-    ("label", "response"), [("72", r"\boxed{" * 4000), ("yes", r"\boxed{abc" + " " * 1500 + "x}"), ("72", "\\" * 20_000)]
-)
+@pytest.mark.parametrize(("label", "response"), [("72", r"\boxed{" * 4000), ("yes", r"\boxed{abc" + " " * 1500 + "x}")])
 def test_math_response_of_repetitions_takes_no_time(reward: MathReward, label: str, response: str) -> None:
     began = time.process_time()
     assert score(reward, label, response) == 0.0
