@@ -167,8 +167,8 @@ def check_dumps(config: Config, where: str, shape: ModelShape, *, first: int = 0
         if not file.is_file():
             fewer = f", or lower --num-rollout to {rollout_id}" if rollout_id > first else ""
             raise DataError(
-                f"--load-debug-rollout-data {where}: no file of rollout {rollout_id} ({file}). The run trains on rollouts {first} to "
-                f"{config.run.num_rollout - 1}: save the missing ones{fewer}"
+                f"--load-debug-rollout-data {where}: no file of rollout {rollout_id} ({file}). The run trains on rollouts "
+                f"{first} to {config.run.num_rollout - 1}: save the missing ones{fewer}"
             )
         header = read_header(file)
         if header.rollout_id != rollout_id:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slime_ppo.data.chat import ChatTemplate
 from slime_ppo.data.rows import BrokenRow, RawRow
@@ -53,9 +54,12 @@ class RowFormat:
         if self.chat_template is None:
             text = _plain_text(given, self.input_key)
         else:
+            messages = _messages(given, self.input_key)
             if self.tool_key is not None:
                 tools = _tools(_value(row.content, self.tool_key, "--tool-key"), self.tool_key)
-            text = _rendered(self.chat_template, _messages(given, self.input_key), tools)
+            if row.is_padded:
+                messages, tools = [_unpadded(one, kept="content") for one in messages], tools and [_unpadded(one) for one in tools]
+            text = _rendered(self.chat_template, messages, tools)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -102,7 +106,6 @@ def _messages(value: object, key: str) -> list[Mapping[str, object]]:
             raise BrokenRow(
                 f"message {number} of {key!r} (--input-key) is {_shown(message)}; expected an object with role and content"
             )
-        # rows of a parquet file have every key that any row has
         said = {name: entry for name, entry in message.items() if entry is not None or name == "content"}
         if said.get("content") is None and "tool_calls" not in said:
             raise BrokenRow(f"message {number} of {key!r} (--input-key) has no content")
@@ -123,6 +126,13 @@ def _tools(value: object, key: str) -> list[object] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BrokenRow(f"{key!r} (--tool-key) is {_shown(value)}; expected a list of JSON schemas, one object per tool")
     return value
+
+
+def _unpadded(value: Any, kept: str | None = None) -> Any:
+    """`value` without the keys, except `kept`, under which is null, in all objects in it: a template would show them."""
+    if isinstance(value, Mapping):
+        return {key: _unpadded(entry) for key, entry in value.items() if entry is not None or key == kept}
+    return [_unpadded(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None) -> str:

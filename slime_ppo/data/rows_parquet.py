@@ -44,7 +44,8 @@ def _rows(file: pq.ParquetFile, path: PromptPath) -> Iterator[RawRow]:
         kept = batch.slice(first - index, max(0, end - first))
         for place, content in enumerate(_contents(kept), start=first):
             name = f"{path.file}[{place}]"
-            yield RawRow(place, name, None, content) if isinstance(content, str) else RawRow(place, name, content)
+            problem, found = (content, None) if isinstance(content, str) else ("", content)
+            yield RawRow(place, name, found, problem, is_padded=True)
         index += len(batch)
         if index >= wanted.stop:
             return

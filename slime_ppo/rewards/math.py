@@ -59,10 +59,7 @@ class MathReward:
         if word:
             given = _WORD.fullmatch(_last_word(response) if answer is None else answer)
             return given is not None and given[1].casefold() == word[1].casefold()
-        if answer is None:
-            parsed = self._math.parse(response[-_SEARCHED_CHARS:], parsing_timeout=None)
-        else:
-            parsed = self._parsed(answer)
+        parsed = self._math.parse(response[-_SEARCHED_CHARS:], parsing_timeout=None) if answer is None else self._parsed(answer)
         return bool(self._math.verify(self._parsed_label(right), parsed, timeout_seconds=None))
 
     def _parsed(self, answer: str) -> list[object]:

@@ -42,6 +42,7 @@ def test_read_rows_of_a_slice_keep_their_number_in_the_file(files: dict[str, str
     rows = read(files[form] + part)
     assert [row.index for row in rows] == list(path.rows(10))
     assert [row.content for row in rows] == [{"prompt": f"p{row.index}", "level": row.index} for row in rows]
+    assert all(row.is_padded == (form == "parquet") for row in rows)
     places = {"jsonl": "{file}:{line}", "parquet": "{file}[{index}]"}
     assert [row.place for row in rows] == [places[form].format(file=path.file, line=row.index + 1, index=row.index) for row in rows]
 
