@@ -148,8 +148,6 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     check_engine_support(config, returns_support=returns_support)
     check_sglang(config)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    if config.debug.load_debug_rollout_data is not None:
-        check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor)
     read = partial(_read_prompts, config, tokenizer, _row_format(config, tokenizer))
     eval_sources = {name: read(path, origin=config.eval_flag) for name, path in config.eval_files.items()}
     reward = config.reward
@@ -158,6 +156,8 @@ def _read_inputs(config: Config, *, returns_support: bool) -> RunInputs:
     start = find_start(config, shapes.by_role, prompts)
     if start.config != config:
         preflight(start.config)
+    if config.debug.load_debug_rollout_data is not None:
+        check_dumps(config, config.debug.load_debug_rollout_data, shapes.actor, first=start.progress.rollout_id)
     return RunInputs(
         tokenizer=tokenizer,
         shape=shapes.actor,

@@ -159,15 +159,16 @@ def rollout_sampling(config: Config, tokenizer: TextTokenizer) -> SamplingParams
     )
 
 
-def check_dumps(config: Config, where: str, shape: ModelShape) -> None:
-    """Every rollout of the run has its file, made by a model of this shape with the settings that decide what samples are. Headers
-    only are read, before any device is used. Raises DataError."""
-    for rollout_id in range(config.run.num_rollout):
+def check_dumps(config: Config, where: str, shape: ModelShape, *, first: int = 0) -> None:
+    """Every rollout of the run from `first` on has its file, made by a model of this shape with the settings that decide what
+    samples are. Headers only are read, before any device is used. Raises DataError."""
+    for rollout_id in range(first, config.run.num_rollout):
         file = rollout_file(where, rollout_id)
         if not file.is_file():
+            fewer = f", or lower --num-rollout to {rollout_id}" if rollout_id > first else ""
             raise DataError(
-                f"--load-debug-rollout-data {where}: no file of rollout {rollout_id} ({file}). The run trains on rollouts 0 to "
-                f"{config.run.num_rollout - 1}: save the missing ones, or lower --num-rollout to {rollout_id}"
+                f"--load-debug-rollout-data {where}: no file of rollout {rollout_id} ({file}). The run trains on rollouts "
+                f"{first} to {config.run.num_rollout - 1}: save the missing ones{fewer}"
             )
         header = read_header(file)
         if header.rollout_id != rollout_id:

@@ -12,7 +12,17 @@ from typing import Literal
 import numpy as np
 
 from slime_ppo.data.chat import ChatTemplate
-from slime_ppo.data.row_format import PromptRow, RowFormat, encodable, messages_of, rendered, row_content, tools_of, value_of
+from slime_ppo.data.row_format import (
+    PromptRow,
+    RowFormat,
+    encodable,
+    messages_of,
+    rendered,
+    row_content,
+    tools_of,
+    unpadded,
+    value_of,
+)
 from slime_ppo.data.rows import BrokenRow, RawRow
 from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
@@ -60,6 +70,8 @@ class ExampleFormat:
             turns, messages = [len(messages)], [*messages, {"role": "assistant", "content": self._response(content)}]
         key = self.prompts.tool_key
         tools = None if key is None else tools_of(value_of(content, key, "--tool-key"), key)
+        if row.is_padded:
+            messages, tools = unpadded(messages, tools)
         (text, _), *pieces = _pieces(template, messages, tools, turns)
         for piece in (text, *(piece for piece, _ in pieces)):
             encodable(piece, self.input_key, "--input-key")

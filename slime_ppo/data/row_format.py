@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slime_ppo.data.chat import ChatTemplate
 from slime_ppo.data.rows import BrokenRow, RawRow
@@ -50,9 +51,12 @@ class RowFormat:
         if self.chat_template is None:
             text = _plain_text(given, self.input_key)
         else:
+            messages = _asked(given, self.input_key)
             if self.tool_key is not None:
                 tools = tools_of(value_of(content, self.tool_key, "--tool-key"), self.tool_key)
-            text = rendered(self.chat_template, _asked(given, self.input_key), tools)
+            if row.is_padded:
+                messages, tools = unpadded(messages, tools)
+            text = rendered(self.chat_template, messages, tools)
         encodable(text, self.input_key, "--input-key")
         label = None if self.label_key is None else _label(value_of(content, self.label_key, "--label-key"), self.label_key)
         own = (self.input_key, self.label_key, self.tool_key)
@@ -116,7 +120,6 @@ def messages_of(value: object, key: str) -> list[Mapping[str, object]]:
             raise BrokenRow(
                 f"message {number} of {key!r} (--input-key) is {_shown(message)}; expected an object with role and content"
             )
-        # rows of a parquet file have every key that any row has
         said = {name: entry for name, entry in message.items() if entry is not None or name == "content"}
         if said.get("content") is None and "tool_calls" not in said:
             raise BrokenRow(f"message {number} of {key!r} (--input-key) has no content")
@@ -143,6 +146,19 @@ def tools_of(value: object, key: str) -> list[object] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BrokenRow(f"{key!r} (--tool-key) is {_shown(value)}; expected a list of JSON schemas, one object per tool")
     return value
+
+
+def unpadded(
+    messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None
+) -> tuple[list[Mapping[str, object]], list[object] | None]:
+    """Both without the keys under which is null: a template would show them. A message keeps its content."""
+    return [_unpadded(one, kept="content") for one in messages], None if tools is None else [_unpadded(one) for one in tools]
+
+
+def _unpadded(value: Any, kept: str | None = None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _unpadded(entry) for key, entry in value.items() if entry is not None or key == kept}
+    return [_unpadded(entry) for entry in value] if isinstance(value, list) else value
 
 
 def rendered(

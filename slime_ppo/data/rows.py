@@ -14,13 +14,15 @@ class BrokenRow(Exception):
 @dataclass(frozen=True)
 class RawRow:
     """One row as it was read: an object of JSON's types, if all is well. `index` is the row in the file, from 0, `place` how a
-    message names it; `problem` says why there is no `content`, "" when there is.
+    message names it; `problem` says why there is no `content`, "" when there is. `is_padded`: objects in it have every key that one
+    in any row of the file has, with null where they had none.
     """
 
     index: int
     place: str
     content: object
     problem: str = ""
+    is_padded: bool = False
 
 
 def read_rows(path: PromptPath, *, origin: str) -> Iterator[RawRow]:

@@ -42,11 +42,23 @@ def _rows(file: pq.ParquetFile, path: PromptPath) -> Iterator[RawRow]:
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
         first, end = max(index, wanted.start), min(index + len(batch), wanted.stop)
         kept = batch.slice(first - index, max(0, end - first))
-        for place, content in enumerate(kept.to_pylist(), start=first):
-            yield RawRow(place, f"{path.file}[{place}]", {key: _as_json(value) for key, value in content.items()})
+        for place, content in enumerate(_contents(kept), start=first):
+            name = f"{path.file}[{place}]"
+            problem, found = (content, None) if isinstance(content, str) else ("", content)
+            yield RawRow(place, name, found, problem, is_padded=True)
         index += len(batch)
         if index >= wanted.stop:
             return
+
+
+def _contents(batch: pa.RecordBatch) -> list[dict[str, object] | str]:
+    """Each row, or why it cannot be read: text that is not UTF-8, a time to the nanosecond, a day after the year 9999."""
+    try:
+        return [{key: _as_json(value) for key, value in row.items()} for row in batch.to_pylist()]
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            return [f"a value that cannot be read, {error}. Write the file again with one that can"]
+    return [content for row in range(len(batch)) for content in _contents(batch.slice(row, 1))]
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:

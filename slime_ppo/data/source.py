@@ -179,7 +179,8 @@ class _Reading:
         """What was left out, a line for each kind."""
         lines = []
         if self.num_overlong:
-            lines.append(f"{self.path}: {self.num_overlong} prompts of more than {self.policy.max_prompt_len} tokens left out")
+            what = f"{self.num_overlong} prompts of more than {self.policy.max_prompt_len} tokens left out"
+            lines.append(f"{self.path}: {what}, the first: {self.first_overlong}")
         if self.num_broken:
             lines.append(f"{self.path}: {self.num_broken} broken rows left out, the first: {self.first_broken}")
         return tuple(lines)

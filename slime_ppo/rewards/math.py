@@ -15,7 +15,7 @@ _BOX = "\\boxed{"
 _SEARCHED_CHARS = 2000
 _LONGEST_ANSWER_CHARS = 500
 # math-verify would read a word as a product of letters, equal to each of its anagrams
-_WORD = re.compile(r"\s*(?:\\text\s*\{)?\s*([A-Za-z]{3,})\s*\}?\s*\.?\s*")
+_WORD = re.compile(r"\s*(?:\\text\s*\{)?\s*([A-Za-z]{3,}|[Nn][Oo])\s*\}?\s*\.?\s*")
 
 
 class MathReward:
@@ -24,7 +24,7 @@ class MathReward:
     The answer is what stands in the last \\boxed{...} that is closed, else behind the last ####, else the last expression or
     number of the text as math-verify finds it. The label is a number or an expression, or a text with one behind #### or in
     \\boxed{...}. Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5; words of
-    three letters or more are equal as words, whatever their case.
+    three letters or more, and no, are equal as words, whatever their case.
 
     An expression like 9^(9^(9^9)) takes forever. math-verify's own time limit is off, since it needs a signal and with it the
     main thread; the process that runs this function is killed at --reward-timeout-s instead, and the sample is named.
@@ -54,15 +54,12 @@ class MathReward:
 
     def _equal(self, right: str, response: str) -> bool:
         answer, word = _marked(response), _WORD.fullmatch(right)
+        if answer is not None and len(answer) > _LONGEST_ANSWER_CHARS:
+            return False
         if word:
             given = _WORD.fullmatch(_last_word(response) if answer is None else answer)
             return given is not None and given[1].casefold() == word[1].casefold()
-        if answer is None:
-            parsed = self._math.parse(response[-_SEARCHED_CHARS:], parsing_timeout=None)
-        elif len(answer) <= _LONGEST_ANSWER_CHARS:
-            parsed = self._parsed(answer)
-        else:
-            return False
+        parsed = self._math.parse(response[-_SEARCHED_CHARS:], parsing_timeout=None) if answer is None else self._parsed(answer)
         return bool(self._math.verify(self._parsed_label(right), parsed, timeout_seconds=None))
 
     def _parsed(self, answer: str) -> list[object]:
@@ -77,23 +74,26 @@ class MathReward:
 
 def _marked(text: str) -> str | None:
     """The answer in the last box that is closed, or else on the line of the last mark; None where there is neither."""
-    start = text.rfind(_BOX)
-    while start >= 0:
-        content = _up_to_closing_brace(text[start + len(_BOX) :])
-        if content is not None:
-            return content.strip()
-        start = text.rfind(_BOX, 0, start)
+    box = _last_box(text)
+    if box is not None:
+        return box.strip()
     _, mark, behind = text.rpartition(_MARK)
     return behind.strip().split("\n")[0].strip() if mark else None
 
 
-def _up_to_closing_brace(text: str) -> str | None:
-    depth = 1
+def _last_box(text: str) -> str | None:
+    """What is in the closed box that begins last. One pass: a policy that has lost its way repeats `\\boxed{` a thousand times."""
+    boxes = {found.end() for found in re.finditer(re.escape(_BOX), text)}
+    opened: list[int] = []
+    last = (-1, -1)
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return text[: found.start()]
-    return None
+        if found[0] == "{":
+            opened.append(found.end())
+        elif found[0] == "}" and opened:
+            start = opened.pop()
+            if start in boxes:
+                last = max(last, (start, found.start()))
+    return None if last[0] < 0 else text[slice(*last)]
 
 
 def _last_word(text: str) -> str:

@@ -120,6 +120,14 @@ def test_check_dumps_refuses_other_settings_and_missing_files(tmp_path: Path, va
         check_dumps(make_config(**({"run__num_rollout": 2} | values)), str(tmp_path / "dumps"), shape)
 
 
+def test_check_dumps_of_a_run_that_goes_on_needs_no_files_of_what_is_done(tmp_path: Path) -> None:
+    config, shape = saved(tmp_path)
+    (tmp_path / "dumps" / "rollout_0000000.npz").unlink()
+    check_dumps(config, str(tmp_path / "dumps"), shape, first=1)
+    with pytest.raises(DataError, match=r"no file of rollout 0 .*rollouts 0 to 1: save the missing ones$"):
+        check_dumps(config, str(tmp_path / "dumps"), shape)
+
+
 def test_check_dumps_refuses_another_model_and_a_renamed_file(tmp_path: Path) -> None:
     config, shape = saved(tmp_path)
     with pytest.raises(DataError, match=r"the model has vocab_size 1024, this run has 2048"):

@@ -54,6 +54,19 @@ def test_read_messages_or_a_text_with_a_template(chat: RowFormat, given: object,
     assert (read.text, read.label, read.metadata) == (text, "1", {"more": 2})
 
 
+def test_read_of_a_padded_row_shows_no_key_that_only_other_rows_have(chat: RowFormat) -> None:
+    call = {"role": "assistant", "content": None, "name": None, "tool_calls": [{"id": None, "arguments": {"x": None, "y": [None]}}]}
+    tools = [{"properties": {"x": None, "y": {"type": "int", "enum": [1, None]}}}]
+    padded = RawRow(0, "p.parquet[0]", {"q": [call, HELLO], "t": tools, "a": "1", "more": {"x": None}}, is_padded=True)
+    read = chat.read(padded)
+    assert read.text == (
+        '[{"properties": {"y": {"type": "int", "enum": [1, null]}}}][{"role": "assistant", "content": null, "tool_calls": '
+        '[{"arguments": {"y": [null]}}]}][{"role": "user", "content": "hi"}]>'
+    )
+    assert read.metadata == {"more": {"x": None}}
+    assert '"x": null' in chat.read(row(padded.content)).text, "in JSON Lines somebody has written it"
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -42,6 +42,7 @@ def test_read_rows_of_a_slice_keep_their_number_in_the_file(files: dict[str, str
     rows = read(files[form] + part)
     assert [row.index for row in rows] == list(path.rows(10))
     assert [row.content for row in rows] == [{"prompt": f"p{row.index}", "level": row.index} for row in rows]
+    assert all(row.is_padded == (form == "parquet") for row in rows)
     places = {"jsonl": "{file}:{line}", "parquet": "{file}[{index}]"}
     assert [row.place for row in rows] == [places[form].format(file=path.file, line=row.index + 1, index=row.index) for row in rows]
 
@@ -93,6 +94,21 @@ def test_parquet_file_with_a_damaged_page_is_refused(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(DataError, match=r"prompt file .*p.parquet \(--prompt-data\) (is no parquet file that can|cannot) be read"):
         read(str(file))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (pa.array([b"ok", b"a\xff"]).view(pa.string()), "can't decode byte 0xff"),
+        (pa.array([1000, 1001], pa.timestamp("ns")), "Nanosecond"),
+        (pa.array([0, 10_000_000], pa.date32()), "out of range"),
+    ],
+)
+def test_parquet_value_that_python_cannot_hold_breaks_its_row_alone(tmp_path: Path, values: pa.Array, reason: str) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"], "value": values}), tmp_path / "p.parquet")
+    whole, broken = read(str(tmp_path / "p.parquet"))
+    assert isinstance(whole.content, dict) and whole.content["prompt"] == "a" and not whole.problem
+    assert (broken.index, broken.place, broken.content) == (1, f"{tmp_path}/p.parquet[1]", None) and reason in broken.problem
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet"])

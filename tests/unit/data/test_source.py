@@ -142,7 +142,7 @@ def test_overlong_prompt_dropped_is_counted_and_rows_keep_their_index(tmp_path: 
     file = write(tmp_path, ['{"prompt": "abcd"}', '{"prompt": "abc"}', '{"prompt": "abcde"}', '{"prompt": "x"}'])
     data = source(file, tokenizer, max_prompt_len=3, overlong_prompt="drop", shuffle=False)
     assert len(data) == 2
-    assert data.left_out == (f"{file}: 2 prompts of more than 3 tokens left out",)
+    assert data.left_out == (f"{file}: 2 prompts of more than 3 tokens left out, the first: {file}:1: prompt of 4 tokens",)
     assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(1, "abc"), (3, "x")]
 
 
@@ -255,7 +255,7 @@ def test_broken_rows_are_skipped_and_counted_when_asked_for(tmp_path: Path, toke
     data = source(file, tokenizer, broken_row="skip", max_prompt_len=5, overlong_prompt="drop", shuffle=False)
     assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(0, "first"), (8, "last")]
     overlong, broken = data.left_out
-    assert overlong == f"{file}: 1 prompts of more than 5 tokens left out"
+    assert overlong == f"{file}: 1 prompts of more than 5 tokens left out, the first: {file}:10: prompt of 8 tokens"
     assert broken.startswith(f"{file}: 7 broken rows left out, the first: {file}:2: broken line, ")
 
 

@@ -1,5 +1,6 @@
 """Answers that are right in another form, wrong ones, and those that no one can compute."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -48,6 +49,7 @@ def score(reward: MathReward, label: str | None, response: str) -> float | Rewar
         ("7", r"\boxed{\boxed{7}}"),
         (r"\text{Monday}", r"\boxed{monday}"),
         ("yes", "The answer is: Yes."),
+        ("no", "The answer is: No."),
         ("B", r"\boxed{B}"),
     ],
 )
@@ -73,6 +75,7 @@ def test_math_right_answer_is_paid(reward: MathReward, label: str, response: str
         (r"\{1, 2\}", r"\boxed{\{1, 2, 3\}}"),
         ("Paris", r"\boxed{pairs}"),
         ("yes", r"\boxed{no}"),
+        ("no", r"\boxed{on}"),
         ("yes", "5"),
         ("72", r"\boxed{" + "{" * 5000),
         ("72", r"\boxed{(((72}"),
@@ -89,8 +92,16 @@ def test_math_label_that_is_none_is_no_reward(reward: MathReward) -> None:
     assert score(reward, " ", "5") == RewardFailure("found no answer in the label ' '")
 
 
+@pytest.mark.parametrize(("label", "response"), [("72", r"\boxed{" * 4000), ("yes", r"\boxed{abc" + " " * 1500 + "x}")])
+def test_math_response_of_repetitions_takes_no_time(reward: MathReward, label: str, response: str) -> None:
+    began = time.process_time()
+    assert score(reward, label, response) == 0.0
+    assert time.process_time() - began < 2.0, "the search went over the text again and again"
+
+
 def test_math_box_is_closed_by_its_own_brace_alone() -> None:
     assert _marked(r"\boxed{x \{ y} and }") == r"x \{ y"
+    assert _marked(r"} \boxed{1 \boxed{2} 3} { \boxed{4 {5}") == "2"
     assert _marked(r"\boxed{\frac{1}{2}} }") == r"\frac{1}{2}"
 
 

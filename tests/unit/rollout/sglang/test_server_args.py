@@ -67,6 +67,13 @@ def test_command_on_a_cpu_with_seeds_keeps_the_attention_whose_numbers_do_not_de
     assert _value(server_command(replace(SPEC, device="cpu", deterministic=True), 1), "--attention-backend") == "torch_native"
 
 
+def test_command_on_a_cpu_has_the_attention_of_sglang_where_the_user_says_so() -> None:
+    own = (("attention_backend", ("torch_native",)),)
+    check_server_args(own, "--sglang")
+    command = server_command(replace(SPEC, device="cpu", extra=own), 1)
+    assert command[-2:] == ["--attention-backend", "torch_native"]
+
+
 def test_environment_turns_the_compiler_off_on_a_cpu_unless_it_is_asked_for() -> None:
     spec = replace(SPEC, device="cpu")
     assert server_environment(spec)["TORCH_COMPILE_DISABLE"] == "1"
