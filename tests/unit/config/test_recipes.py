@@ -1,12 +1,12 @@
 """The recipes pass --dry-run on the shapes of their models, and their comments hold what it prints."""
 
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-from slime_ppo.config.cli import parse_config
+from slime_ppo.command import start
+from slime_ppo.config.cli import PPO, parse_config
 from slime_ppo.config.launcher import RankPlace
 from tests.helpers.recipe_models import make_public_model
 
@@ -26,7 +26,7 @@ def test_recipe_passes_the_dry_run_and_tells_its_plans(
 ) -> None:
     flags = _local_paths(recipe, tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_ppo.py", "--config", str(recipe), *flags, "--dry-run"])
-    code = runpy.run_path(str(ROOT / "scripts/train_ppo.py"))["start"](RankPlace())
+    code = start(PPO, RankPlace())
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
     assert "Warnings" not in shown.out
