@@ -137,7 +137,7 @@ def show(options: argparse.Namespace) -> None:
     token_texts = _token_texts(dump, options.hf_checkpoint)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(summary(options.file, dump, batch))
-    for row in rows:
+    for row in () if options.dry_run else rows:
         print("\n" + sample_text(dump.samples[row], batch.select([row]), token_texts, colour=colour))
 
 
@@ -150,7 +150,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--worst-gap", action="store_true", help="the samples on which engine and actor differ most, first")
     parser.add_argument("--num", type=int, default=1, metavar="N", help="how many samples to show [1]; 0 = the summary alone")
     parser.add_argument("--hf-checkpoint", metavar="FOLDER", help="model folder with the tokenizer [that of the run]")
+    parser.add_argument("--dry-run", action="store_true", help="read and check the file, and print its summary alone")
     options = parser.parse_args(argv)
+    if options.num < 0:
+        parser.error(f"--num {options.num}: expected a number of samples, 0 or more")
     try:
         show(options)
     except BrokenPipeError:  # `| head` has seen enough

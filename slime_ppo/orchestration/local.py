@@ -6,7 +6,6 @@ The loop, the roles, the weight sync and the engine are the same as under Ray, a
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,24 +20,23 @@ from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError, EchoedError
 from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, meeting_host, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
+from slime_ppo.orchestration.local_engine import LocalRolloutEngine
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
 from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.worker_settings import role_start, worker_settings
 from slime_ppo.parallel.worker_settings import STANDING_GROUP, DeviceKind
-from slime_ppo.rollout.engine import EngineHealth, EnginePart
+from slime_ppo.rollout.engine import EnginePart
 from slime_ppo.rollout.sglang.server_args import ServerSpec
 from slime_ppo.types.load_report import LoadReport
 from slime_ppo.types.rollout_batch import RolloutBatch
-from slime_ppo.types.sample import GenerateRequest, GenerateResult
 from slime_ppo.types.stats import Stats, merge_stats
 from slime_ppo.types.step_plan import StepPlan
 from slime_ppo.weight_sync.base import Meeting, check_first
 from slime_ppo.weight_sync.bucket import Bucket, TensorSpec
 
 if TYPE_CHECKING:
-    from slime_ppo.rollout.embedded.engine import EmbeddedEngine
     from slime_ppo.rollout.sglang.engine import SGLangEngine
 
 _log = logging.getLogger(__name__)
@@ -202,52 +200,6 @@ class LocalTrainGroup:
         return self._ranks.call(f"{self.role} {phase}", method, *arguments)
 
 
-class LocalRolloutEngine:
-    """`RolloutEngine` in the driver's own process, which rank 0 of the roles shares."""
-
-    returns_support: ClassVar[bool] = True
-
-    def __init__(self, engine: "EmbeddedEngine") -> None:
-        self._engine = engine
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        with _without_deterministic_mode():
-            return self._engine.generate(requests)
-
-    def abort(self) -> None:
-        self._engine.abort()
-
-    def wake(self, parts: EnginePart) -> None:
-        self._engine.wake(parts)
-
-    def offload(self, parts: EnginePart) -> None:
-        self._engine.offload(parts)
-
-    def weight_version(self) -> int:
-        return self._engine.weight_version()
-
-    def health(self) -> EngineHealth:
-        return self._engine.health()
-
-    def begin_update(self, manifest: tuple[TensorSpec, ...], version: int, *, bucket_bytes: int) -> None:
-        self._engine.begin_update(manifest, version, bucket_bytes=bucket_bytes)
-
-    def load_bucket(self, index: int, flat: np.ndarray) -> None:
-        self._engine.load_bucket(index, flat)
-
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        return self._engine.manifest()
-
-    def load_folder(self, folder: str) -> None:
-        self._engine.load_folder(folder)
-
-    def check_bucket(self, bucket: Bucket, flat: np.ndarray) -> None:
-        self._engine.check_bucket(bucket, flat)
-
-    def end_update(self) -> int:
-        return self._engine.end_update()
-
-
 class LocalLauncher:
     """Brings the ranks up on entry of `start`; on exit lets them go with the exit code that the run's error means."""
 
@@ -386,19 +338,6 @@ def server_gpus(visible: str | None, bundles: range) -> tuple[int | str, ...]:
             "Make the two agree"
         )
     return tuple(given[bundle].strip() for bundle in bundles)
-
-
-@contextmanager
-def _without_deterministic_mode() -> Iterator[None]:
-    """The engine computes as in a process of its own: the roles' deterministic mode refuses operations that sampling needs."""
-    import torch
-
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _number(handle: BatchHandle) -> int:

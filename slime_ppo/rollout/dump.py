@@ -191,11 +191,14 @@ def _json_header(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     if _HEADER not in archive.namelist():
         raise DataError(f"{path} has no {_HEADER}: it is no rollout of --save-debug-rollout-data")
     header: dict[str, Any] = json.loads(archive.read(_HEADER))
-    if header["kind"] != _KIND or header["format"] != FORMAT:
+    kind, version = header.get("kind"), header.get("format")
+    if kind != _KIND or version != FORMAT:
         raise DataError(
-            f"{path} is {header['kind']!r} of format {header['format']}, expected {_KIND!r} of format {FORMAT}. Save it again with "
-            "this version"
+            f"{path} is {kind!r} of format {version}, expected {_KIND!r} of format {FORMAT}. Save it again with this version"
         )
+    missing = [name for name in ("rollout_id", "config", "model") if name not in header]
+    if missing:
+        raise DataError(f"{path} has no {', '.join(missing)} in its {_HEADER}: it is damaged. Save the rollout again")
     return header
 
 

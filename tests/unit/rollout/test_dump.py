@@ -111,3 +111,13 @@ def test_read_of_arrays_that_do_not_fit_names_the_file(tmp_path: Path) -> None:
             archive.writestr(name, content)
     with pytest.raises(DataError, match=r"rollout.npz: the arrays of samples do not fit together .KeyError: 'rewards'"):
         read_dump(file)
+
+
+def test_read_header_names_what_a_damaged_header_lacks(tmp_path: Path) -> None:
+    write_dump(tmp_path / "whole.npz", RolloutDump(HEADER, plain_samples(), None))
+    with zipfile.ZipFile(tmp_path / "whole.npz") as archive:
+        header = json.loads(archive.read("header.json"))
+    with zipfile.ZipFile(tmp_path / "cut.npz", "w") as archive:
+        archive.writestr("header.json", json.dumps({key: header[key] for key in ("kind", "format", "rollout_id")}))
+    with pytest.raises(DataError, match=r"cut.npz has no config, model in its header.json"):
+        read_header(tmp_path / "cut.npz")

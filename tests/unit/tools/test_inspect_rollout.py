@@ -42,6 +42,16 @@ def test_summary_tells_what_the_file_holds(trained: str, capsys: pytest.CaptureF
     ]
 
 
+def test_dry_run_reads_the_file_and_shows_no_sample(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, trained, "--dry-run", "--num", "3") == shown(capsys, trained, "--num", "0")
+
+
+def test_number_of_samples_below_zero_is_refused(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        inspect_rollout.main((trained, "--num", "-1"))
+    assert ended.value.code == 2 and "--num -1: expected a number of samples" in capsys.readouterr().err
+
+
 def test_samples_are_the_first_ones_those_named_or_those_with_the_largest_gap_of_a_trainable_token(
     trained: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
