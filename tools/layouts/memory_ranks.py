@@ -51,6 +51,7 @@ def measure(
                 dtype=dtype,
                 make_vocab_size_divisible_by=divisible_by,
                 fp32_lm_head=fp32_lm_head and head == "language_model",
+                init_value_head="zeros",
             ),
             optimizer=OptimizerSettings(clip_grad=1.0, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8),
             batch=BatchSettings(micro_batch_size=1, max_tokens=None),
