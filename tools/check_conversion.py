@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_ppo.conversion.console import progress_bar
-from slime_ppo.errors import SlimePpoError
+from slime_ppo.conversion.console import progress_bar, run_tool, tool_parser
 
 if TYPE_CHECKING:
     import torch
@@ -28,18 +27,11 @@ PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        return _check(args)
-    except (SlimePpoError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(_parser(), _check, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__, EXAMPLE)
     parser.add_argument("first", metavar="A", type=Path, help="Hugging Face or torch_dist folder")
     parser.add_argument("second", metavar="B", type=Path, help="Hugging Face or torch_dist folder")
     parser.add_argument(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_ppo.conversion.console import progress_bar, require_empty, size_words
+from slime_ppo.conversion.console import progress_bar, require_empty, run_tool, size_words, tool_parser
 from slime_ppo.errors import SlimePpoError
 
 EXAMPLE = """example:
@@ -19,18 +19,11 @@ EXAMPLE = """example:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        return _convert(args)
-    except (SlimePpoError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(_parser(), _convert, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__, EXAMPLE)
     parser.add_argument("source", metavar="HF_FOLDER", type=Path, help="folder with config.json and safetensors weights")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; it appears when it is whole")
     parser.add_argument(

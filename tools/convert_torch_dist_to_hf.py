@@ -11,26 +11,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_ppo.conversion.console import parse_size, progress_bar, require_empty, size_words
-from slime_ppo.errors import SlimePpoError
+from slime_ppo.conversion.console import parse_size, progress_bar, require_empty, run_tool, size_words, tool_parser
 
 EXAMPLE = """example:
   python tools/convert_torch_dist_to_hf.py runs/qwen3-4b/actor /models/qwen3-4b-ppo --dtype bfloat16"""
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        return _convert(args)
-    except (SlimePpoError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(_parser(), _convert, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__, EXAMPLE)
     parser.add_argument(
         "source",
         metavar="CHECKPOINT",

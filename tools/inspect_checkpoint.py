@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from slime_ppo.checkpoint.files import size_problems
 from slime_ppo.checkpoint.run_state import Checkpoint, RunState, SavedState
-from slime_ppo.conversion.console import progress_bar, size_words
-from slime_ppo.errors import CheckpointError, SlimePpoError
+from slime_ppo.conversion.console import progress_bar, run_tool, size_words, tool_parser
+from slime_ppo.errors import CheckpointError
 
 if TYPE_CHECKING:
     from slime_ppo.conversion.contents import Contents
@@ -28,21 +28,11 @@ EXAMPLE = """example:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        run_state = RunState.read(args.path)
-        if run_state is not None:
-            return _show_run(args.path, run_state)
-        return _show_folder(args)
-    except (SlimePpoError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(_parser(), _inspect, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__, EXAMPLE)
     parser.add_argument("path", metavar="PATH", type=Path, help="the folder to look at")
     parser.add_argument("--hash", action="store_true", help="read every tensor and show the sha256 of its bytes (16 digits)")
     parser.add_argument("--all", action="store_true", help="every layer and every expert on lines of its own")
@@ -50,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hf-folder", metavar="DIR", type=Path, help="config.json of a torch_dist folder that brings none")
     parser.add_argument("--dry-run", action="store_true", help="say what the folder is and whether it is whole, without the tree")
     return parser
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    run_state = RunState.read(args.path)
+    return _show_folder(args) if run_state is None else _show_run(args.path, run_state)
 
 
 def _show_run(folder: Path, run_state: RunState) -> int:

@@ -1,16 +1,35 @@
-"""What the converters' command lines share: sizes in words, a progress bar, and care for what is already there. No torch."""
+"""What the command lines on checkpoints share: how they start and fail, sizes in words, a progress bar, and care for what is there.
+No torch."""
 
+import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
-from slime_ppo.errors import CheckpointError, ConfigError
+from slime_ppo.errors import CheckpointError, ConfigError, SlimePpoError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def tool_parser(description: str | None, example: str) -> argparse.ArgumentParser:
+    """A parser without abbreviations, whose help shows both texts as they are written."""
+    return argparse.ArgumentParser(
+        description=description, epilog=example, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def run_tool(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
+    """The exit code: that of `action`, or 2 with one line when its input is bad."""
+    arguments = parser.parse_args(argv)
+    try:
+        return action(arguments)
+    except (SlimePpoError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
 
 
 def size_words(num_bytes: int) -> str:
