@@ -9,9 +9,12 @@ from tests.helpers.configs import make_config
 from tests.helpers.trainer_parts import Parts
 
 
-def run(tmp_path: Path, *, eval_sets: dict[str, int] | None = None, **values: Value) -> Parts:
+def run(
+    tmp_path: Path, *, eval_sets: dict[str, int] | None = None, dropped: frozenset[int] = frozenset(), **values: Value
+) -> Parts:
     settings: dict[str, Value] = {"run__num_rollout": 3, "rollout__rollout_batch_size": 4, "debug__debug_rollout_only": True}
     parts = Parts(make_config(**(settings | values)), eval_sets or {}, dumps=DumpWriter(str(tmp_path), "", {}))
+    parts.rewards.dropped |= dropped
     loop = parts.rollout_only()
     loop.run()
     assert isinstance(loop, RolloutOnly)
@@ -36,6 +39,12 @@ def test_run_reports_rewards_lengths_and_samples_and_keeps_the_rollouts(tmp_path
     dump = read_dump(tmp_path / "rollout_0000002.npz")
     assert dump.training is None and [sample.sample_id for sample in dump.samples] == [8, 9, 10, 11]
     assert {sample.reward for sample in dump.samples} == {1.0}
+
+
+def test_run_counts_samples_without_a_reward_and_keeps_the_others(tmp_path: Path) -> None:
+    parts = run(tmp_path, dropped=frozenset({1, 2, 8}))
+    assert parts.tracker.metric("rollout/num_dropped") == [2.0, 0.0, 1.0]
+    assert [sample.sample_id for sample in read_dump(tmp_path / "rollout_0000000.npz").samples] == [0, 3]
 
 
 def test_run_evaluates_when_it_is_due_and_at_the_last_rollout(tmp_path: Path) -> None:

@@ -122,6 +122,12 @@ def test_save_of_the_same_rollout_again_does_nothing_or_adds_the_samples(tmp_pat
     assert on_disk(tmp_path)[2:] == ["rollout/buffer_0000003.npz", "rollout/state_0000003_buffered.json"]
 
 
+@pytest.mark.parametrize(("interval", "due"), [(2, [2, 4, 6]), (1, [1, 2, 3, 4, 5, 6]), (None, [])])
+def test_is_due_every_so_many_rollouts_or_never(tmp_path: Path, interval: int | None, due: list[int]) -> None:
+    saver = make_saver(config_in(tmp_path, checkpoint__save_interval=interval))
+    assert [rollout_id for rollout_id in range(1, 7) if saver.is_due(rollout_id)] == due
+
+
 # retention
 
 
@@ -160,13 +166,15 @@ def test_save_deletes_what_a_killed_run_left_half_done_and_nothing_else(tmp_path
     assert not [name for name in left if "0000007" in name]
 
 
-def test_save_over_a_folder_that_a_killed_run_has_renamed_replaces_it(tmp_path: Path) -> None:
+def test_save_over_what_a_killed_run_has_left_of_the_same_rollout_replaces_it(tmp_path: Path) -> None:
+    """The actor's folder, which it has renamed already, and the critic's, which it has not."""
     config = config_in(tmp_path)
-    stale = tmp_path / "actor" / "iter_0000004"
-    stale.mkdir(parents=True)
-    (stale / "old.distcp").touch()
+    for name in ("actor/iter_0000004", "critic/iter_0000004.partial"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "old.distcp").touch()
     save(make_saver(config), config, 4)
-    assert not (stale / "old.distcp").exists() and (stale / "__0_0.distcp").exists()
+    assert listed(tmp_path) == [4] and not list(tmp_path.rglob("old.distcp"))
+    assert len(list(tmp_path.rglob("__0_0.distcp"))) == 2
 
 
 # failures

@@ -69,11 +69,13 @@ class Learner(RecordingRole):
 class Run:
     """A loop, and what it has done."""
 
-    def __init__(self, config: Config, *, saves: bool = False, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self, config: Config, *, saves: bool = False, stop: StopRequest | None = None, progress: Progress | None = None
+    ) -> None:
         self.journal: list[str] = []
         self.actor, self.tracker = Learner("actor", self.journal), RecordingTracker(self.journal)
         self.examples, self.clock = Examples(), RunClock(SFT_PHASES)
-        self.progress = Progress.start(config.ppo, self.examples.state_dict())
+        self.progress = progress or Progress.start(config.ppo, self.examples.state_dict())
         parts = SftParts(
             actor=self.actor,
             turns=DeviceTurns({"actor": self.actor}, offload=config.offloads, on_time=self.clock.add),
@@ -116,6 +118,15 @@ def test_run_saves_as_ppo_does_and_ends_saved_when_asked_to(tmp_path: Path) -> N
         asked.trainer.run()
     assert [line for line in asked.journal if line.startswith("save")] == ["save actor as iter_0000002.partial"]
     assert asked.progress.prompts == asked.examples.state_dict()
+
+
+def test_run_that_is_resumed_trains_the_batches_that_are_left() -> None:
+    config = small()
+    begun = Progress.start(config.ppo, {"drawn": 6})
+    run = Run(config, progress=replace(begun, rollout_id=3, version=2))
+    run.trainer.run()
+    assert [plan.rollout_id for plan in run.actor.plans] == [3]
+    assert (run.progress.rollout_id, run.progress.version) == (4, 3)
 
 
 def _request(stop: StopRequest, when: bool) -> Stats:

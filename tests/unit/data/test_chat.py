@@ -88,7 +88,8 @@ def test_render_begins_with_one_bos_and_ends_with_the_generation_prompt(
     text = template(folder, FAMILIES[family]).render(TURNS)
     assert text.startswith(start) and text.endswith(end)
     bos = tokenizer.backend.token_to_id("<s>")
-    assert tokenizer.encode(text).tolist().count(bos) == (0 if family == "qwen" else 1)
+    for ids in (tokenizer.encode(text), *tokenizer.encode_batch([text])):
+        assert ids.tolist().count(bos) == (0 if family == "qwen" else 1)
     assert tokenizer.backend.encode("a").ids[0] == bos
 
 

@@ -13,6 +13,7 @@ from slime_ppo.data.rows import BrokenRow, RawRow
 from slime_ppo.data.source import PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import DataError
+from slime_ppo.types.sample import Prompt
 from tests.helpers.chat_templates import make_chat_tokenizer
 from tests.helpers.tiny_llama import make_tiny_llama
 
@@ -93,6 +94,8 @@ def test_read_messages_train_every_turn_of_the_assistant_to_its_end(chat: Path) 
     assert own.tokenizer.backend.decode(ids, skip_special_tokens=False) == whole.removeprefix(found.text)
     assert trained_text(own.tokenizer, found) == "yes</s>no</s>"
     assert not mask[-1], "what the template writes behind the end is not the model's to choose"
+    ended = own.read(row([USER, {"role": "assistant", "content": "yes</s>but"}]))
+    assert trained_text(own.tokenizer, ended) == "yes</s>", "no engine goes on behind the first end"
 
 
 def test_read_response_under_its_key_is_the_next_turn_and_earlier_ones_do_not_train(chat: Path) -> None:
@@ -134,6 +137,13 @@ def test_read_messages_that_cannot_train_are_broken(chat: Path, tmp_path: Path) 
     with pytest.raises(BrokenRow, match="renders message 1 otherwise in the whole conversation than at its time"):
         forgetful.read(row(TURNS))
     assert trained_text(forgetful.tokenizer, forgetful.read(row(TURNS[:3], "no"))) == "no]"
+
+
+def test_example_batch_has_each_examples_own_mask() -> None:
+    labels = ("[[7,8],[1,0]]", "[[3],[1]]", "[[9,9,3],[0,1,1]]")
+    batch = example_batch(0, [Prompt(number, "q", np.array([5], np.int32), label) for number, label in enumerate(labels)])
+    assert batch.response_ids.tolist() == [7, 8, 3, 9, 9, 3]
+    assert batch.loss_mask.tolist() == [True, False, True, False, True, True]
 
 
 def test_source_of_examples_gives_batches_and_notices_other_responses(plain: TextTokenizer, tmp_path: Path) -> None:
