@@ -53,7 +53,8 @@ CRASHED = re.compile(
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, found once in `file`, becomes `new`: this breaks `ruling` of SEMANTICS `section`, which `tests` must notice."""
+    """`old`, found once in `file`, becomes `new`: this breaks `ruling` of SEMANTICS `section` (0: of none), which `tests` must
+    notice."""
 
     section: int
     ruling: str

@@ -88,6 +88,14 @@ def test_torch_dist_folder_holds_zeros_as_padding_and_gate_over_up(tmp_path: Pat
     assert torch.equal(reader.read_whole("decoder.layers.1.mlp.linear_fc1.weight"), halves)
 
 
+def test_tensors_that_lie_in_one_parameter_can_be_read_in_any_order(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "hf")
+    plan = plan_hf(_to_torch_dist(folder, tmp_path / "out"), companion=None, dtype=None, max_file_bytes=10**9)
+    names = [f"model.layers.{layer}.self_attn.{one}_proj.weight" for one in "vqk" for layer in (1, 0)]
+    expected = load_file(folder / WEIGHTS)
+    assert [name for name in names if not torch.equal(plan.weights[name], expected[name])] == []
+
+
 def test_a_tied_output_layer_that_is_stored_again_is_not_written_and_must_be_the_embedding(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "hf", tie=True)
     embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]

@@ -12,6 +12,7 @@ from slime_ppo.conversion.shapes import megatron_shape
 from slime_ppo.conversion.shard import shard, unshard
 from slime_ppo.conversion.table import ConversionTable, Head
 from slime_ppo.conversion.torch_dist import Band, Place, Rectangle, is_tied_copy, place_of, stored_name
+from slime_ppo.conversion.torch_dist_folder import is_weight
 from tests.helpers.tiny_family import make_tiny_family
 
 
@@ -84,10 +85,20 @@ def test_range_of_a_matrix_is_three_rectangles_at_most() -> None:
 def test_rows_of_padding_are_in_no_rectangle(tables: dict[str, ConversionTable]) -> None:
     table = tables["tied"]
     rule, vocab = table.rules["embedding.word_embeddings.weight"], table.shape.vocab_size
-    last = place_of(rule, table, (vocab, 4), size=2, rank=1)
-    assert last.padded and list(last.rectangles(0, 4 * vocab)) == []
+    for rows in (vocab, vocab + 28):  # the second rank's begin where the vocabulary ends, and behind that
+        last = place_of(rule, table, (rows, 4), size=2, rank=1)
+        assert last.padded and list(last.rectangles(0, 4 * rows)) == []
     first = place_of(rule, table, (vocab - 1, 4), size=2, rank=1)
     assert list(first.rectangles(0, 4 * vocab)) == [Rectangle(0, (vocab - 1, 0), (1, 4))]
+
+
+def test_is_weight_tells_parameters_from_whatever_else_training_has_saved() -> None:
+    layer = "decoder.layers.0.mlp.linear_fc1"
+    others = (
+        *(f"optimizer.state.exp_avg.{layer}.weight", f"chained_0.optimizer.state.param.{layer}.weight", "rng_state/shard_0_1"),
+        *("opt_param_scheduler", f"{layer}._extra_state/shard_0_1"),
+    )
+    assert [is_weight(key) for key in (f"{layer}.weight", "output_layer.weight", *others)] == [True, True, *[False] * 5]
 
 
 def test_names_in_a_checkpoint_are_those_of_megatron(tables: dict[str, ConversionTable]) -> None:
