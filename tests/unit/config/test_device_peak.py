@@ -39,6 +39,20 @@ def test_device_plan_of_an_sglang_server_asks_for_the_cache_of_one_sample_and_of
     assert plan.engine == 0
 
 
+def test_device_plan_of_a_model_split_over_many_devices_is_fullest_when_its_weights_go_to_an_engine_that_is_not(
+    shape: ModelShape,
+) -> None:
+    config, plan = _planned(
+        shape,
+        rollout__engine="sglang",
+        batch__micro_batch_size=1,
+        parallel__actor_num_gpus_per_node=16,
+        parallel__tensor_model_parallel_size=2,
+    )
+    weights, params = engine_memory(config, shape)[0], role_memory(config, shape, "actor").resident.params
+    assert (plan.peak, plan.phase) == (params + weights, "weights go to the engine")
+
+
 def test_device_plan_without_offload_adds_all_tenants_up(shape: ModelShape) -> None:
     config, plan = _planned(shape, cluster__offload=False)
     actor, critic = role_memory(config, shape, "actor"), role_memory(config, shape, "critic")

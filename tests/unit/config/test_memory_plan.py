@@ -94,6 +94,23 @@ def test_role_memory_of_the_critic_has_neither_logits_nor_reference(shape: Model
     assert one.resident.params == 4 * (GLASS_PARAMS + 128)
 
 
+def test_role_memory_under_tensor_parallelism_splits_activations_and_logits(shape: ModelShape) -> None:
+    one, two = (
+        role_memory(
+            make_config(
+                data__rollout_max_prompt_len=32,
+                batch__micro_batch_size=1,
+                parallel__actor_num_gpus_per_node=size,
+                parallel__tensor_model_parallel_size=size,
+            ),
+            shape,
+            "actor",
+        )
+        for size in (1, 2)
+    )
+    assert (2 * two.activations, 2 * two.logits) == (one.activations, one.logits)
+
+
 def test_stage_memory_makes_logits_on_the_last_stage_and_keeps_fewer_micro_batches_on_later_ones(shape: ModelShape) -> None:
     config = make_config(
         data__rollout_max_prompt_len=32,

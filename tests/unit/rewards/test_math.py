@@ -32,6 +32,7 @@ def score(reward: MathReward, label: str | None, response: str) -> float | Rewar
         ("48/2 = 24 and 48 + 24 = 72\n#### 72", "48 and 24 make 72"),
         ("#### 1,234", "#### 1234"),
         ("72", "First 5.\n#### 72\n"),
+        ("72", "#### 5\nNo, wait.\n#### 72"),
         ("72", r"\boxed{5} no, wait: \boxed{72.0} apples, of 99"),
         ("72", r"\boxed{72} and I began \boxed{9"),
         (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}"),
