@@ -32,6 +32,7 @@ LAYERS = (
     ("evaluation", "rollout_source", "saver"),
     ("trainer", "rollout_only"),
     ("sft_trainer",),
+    ("inputs", "run_folder"),
     ("launch",),
     ("command",),
 )
@@ -57,6 +58,8 @@ DRIVER_SIDE = (
     "rollout_only",
     "trainer",
     "sft_trainer",
+    "inputs",
+    "run_folder",
     "launch",
     "command",
     "registry",
