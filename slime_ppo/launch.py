@@ -25,7 +25,7 @@ from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.rollout_only import RolloutOnly
 from slime_ppo.rollout_source import DumpedRollouts, GeneratedRollouts, RolloutSource, rollout_sampling
-from slime_ppo.run_folder import claim_run_folder, open_logs
+from slime_ppo.run_folder import claim_run_folder, folder_locks, open_logs
 from slime_ppo.saver import CheckpointSaver
 from slime_ppo.sft_trainer import SftParts, SftTrainer
 from slime_ppo.tracking.base import RunInfo
@@ -53,12 +53,14 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
+            locks = stack.enter_context(folder_locks(config))
             inputs = read_inputs(config, returns_support=_launcher(config, launcher_name, world).returns_support)
             launcher = _launcher(inputs.start.config, launcher_name, world)
+            locks.claim()
             open_logs(config)
             if config.generates:
                 stack.enter_context(inputs.rewards).start()
-            say(batch_plan_text(config), *config_warnings(config), *inputs.reward_warnings, *inputs.left_out)
+            say(batch_plan_text(config), *config_warnings(config), *locks.warnings, *inputs.reward_warnings, *inputs.left_out)
             stack.enter_context(launcher)
             say(launcher.description)
             roles = launcher.start(lambda: clock.where)

@@ -5,12 +5,21 @@ import shutil
 import sys
 from pathlib import Path
 
+from slime_ppo.checkpoint.lock import FolderLocks
 from slime_ppo.checkpoint.start import StartPoint
 from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, loads_own_folder
 from slime_ppo.config.root import Config
 
 RECORDS = (METRICS_FILE, "samples.jsonl")
 """What a run that goes on in another folder takes with it."""
+
+
+def folder_locks(config: Config) -> FolderLocks:
+    """Those of the run folder, and of the critic's: another run may have been told to save its critic there."""
+    folders = {"--save": Path(config.run.save)}
+    if config.has_critic and (config.saves_checkpoints or config.model.save_hf):
+        folders["--critic-save"] = Path(config.role("critic").checkpoint_folder)
+    return FolderLocks(folders)
 
 
 def claim_run_folder(config: Config, start: StartPoint) -> None:
