@@ -1,6 +1,7 @@
 """What a run does to its folder when it begins."""
 
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from slime_ppo.checkpoint.lock import FolderLocks
 from slime_ppo.checkpoint.start import StartPoint
 from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, loads_own_folder
 from slime_ppo.config.root import Config
+
+_log = logging.getLogger(__name__)
 
 RECORDS = (METRICS_FILE, "samples.jsonl")
 """What a run that goes on in another folder takes with it."""
@@ -44,11 +47,11 @@ def claim_run_folder(config: Config, start: StartPoint) -> None:
 
 
 def open_logs(config: Config) -> None:
-    """The driver's log in the run folder; warnings are shown on the console, too."""
+    """The driver's log in the run folder, behind what is in it: that may tell what has ended the run before, and this one may end
+    before it has begun. Warnings are shown on the console, too."""
     folder = Path(config.run.save)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    mode = "a" if loads_own_folder(config) else "w"  # what ended the run before may be in it
-    handler = logging.FileHandler(folder / "logs" / "driver.log", mode=mode, encoding="utf-8")
+    handler = logging.FileHandler(folder / "logs" / "driver.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     package = logging.getLogger("slime_ppo")
     console = logging.StreamHandler(sys.stderr)
@@ -57,3 +60,4 @@ def open_logs(config: Config) -> None:
     package.handlers = [handler, console]
     package.setLevel(logging.INFO)
     package.propagate = False
+    _log.info("process %d starts a run", os.getpid())

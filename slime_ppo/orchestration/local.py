@@ -23,6 +23,7 @@ from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_engine import LocalRolloutEngine
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
+from slime_ppo.orchestration.process_log import libraries_to_file
 from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.worker_settings import role_start, worker_settings
@@ -269,9 +270,7 @@ class LocalLauncher:
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
         """This process becomes a rank: library noise to a log, the device chosen, Megatron imported."""
-        noise = logging.FileHandler(Path(log_dir) / "rank-0.log", mode="w", encoding="utf-8")
-        noise.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-        logging.getLogger().handlers = [noise]
+        libraries_to_file(Path(log_dir) / "rank-0.log")
         quiet_libraries()
         own_device_only(self._world.place)
         asked = self._config.cluster.device

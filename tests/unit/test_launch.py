@@ -1,6 +1,8 @@
 """What the launcher does to a run folder, and what it starts the roles with."""
 
 import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from slime_ppo.launch import _load
 from slime_ppo.orchestration.ray_launcher import _start_role
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.orchestration.worker_settings import worker_settings
-from slime_ppo.run_folder import claim_run_folder
+from slime_ppo.run_folder import claim_run_folder, open_logs
 from tests.helpers.configs import make_config
 from tests.helpers.reward_services import Respond, reward_service
 from tests.helpers.tiny_llama import make_tiny_llama
@@ -72,6 +74,17 @@ def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_alon
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (tmp_path / "new" / name).read_text() == (tmp_path / "old" / name).read_text()
     assert RunState.read(tmp_path / "new") is None
+
+
+def test_open_logs_keeps_the_log_of_the_run_before(tmp_path: Path) -> None:
+    package, log = logging.getLogger("slime_ppo"), tmp_path / "logs" / "driver.log"
+    before = package.handlers, package.level, package.propagate
+    try:
+        for values in ({}, {"run__overwrite": True}, {"checkpoint__load": str(tmp_path)}):
+            open_logs(make_config(run__save=str(tmp_path), **values))
+    finally:
+        package.handlers, package.level, package.propagate = before
+    assert [line.split(" ", 3)[3] for line in log.read_text().splitlines()] == [f"process {os.getpid()} starts a run"] * 3
 
 
 def loading(start: StartPoint) -> tuple[list[str], list[str]]:
