@@ -25,6 +25,7 @@ from slime_ppo.checkpoint.layout import (
     is_state_file,
     state_name,
 )
+from slime_ppo.checkpoint.ownership import Ownership
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import FORMAT, Checkpoint, RunState, SavedState, path_in
 from slime_ppo.config.roles import RoleName
@@ -39,7 +40,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SavePlan:
     """Where a run saves, how often, and what of it never changes. `folders` are the roles', in the order in which they are saved;
-    `interval` None: only at the end. `keep` None: all. `settings` and `models` as in SavedState."""
+    `interval` None: only at the end. `keep` None: all. `settings` and `models` as in SavedState. `replaced_runs` are those that the
+    run folder held before, and whose checkpoints go."""
 
     run_folder: Path
     folders: Mapping[RoleName, Path]
@@ -47,6 +49,7 @@ class SavePlan:
     keep: int | None
     settings: Mapping[str, object]
     models: Mapping[str, Mapping[str, object]]
+    replaced_runs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ class CheckpointSaver:
                     "must be the same one on all nodes"
                 )
             identity = {"format": FORMAT, "run_id": self.state.run_id, "role": role, "rollout_id": rollout_id}
-            write_atomically(partial / IDENTITY_FILE, json_bytes(identity))
+            home = {"run_folder": os.path.realpath(self.plan.run_folder)}
+            write_atomically(partial / IDENTITY_FILE, json_bytes(identity | home))
             publish_folder(partial, final)
             listed[role] = path_in(self.plan.run_folder, final)
         return listed
@@ -162,16 +166,20 @@ class CheckpointSaver:
         )
 
     def _sweep(self, before: RunState) -> None:
-        """Delete what is listed no more, and what a killed run has left half done. Best effort."""
+        """Delete what is listed no more, and what a killed run has left half done, never what another run has written. Best effort.
+
+        The actor's come last: they tell which runs this folder has had (`replaced_runs`).
+        """
         run, state = self.plan.run_folder, self.state
-        listed = {os.path.realpath(run / path) for one in state.checkpoints for path in one.paths}
+        own, listed = Ownership(run, self.plan.replaced_runs | {state.run_id}), state.real_paths(run)
+        folders = reversed(self.plan.folders.values())
         found = (
+            *(path for folder in folders for path in folder.iterdir() if is_iteration(path.name)),
             *(run / path for one in before.checkpoints for path in one.paths),
-            *(path for folder in self.plan.folders.values() for path in folder.iterdir() if is_iteration(path.name)),
             *(path for path in (run / STATE_FOLDER).iterdir() if is_state_file(path.name)),
         )
         for path in found:
-            if os.path.realpath(path) not in listed:
+            if os.path.realpath(path) not in listed and (not is_iteration(path.name) or own.owns(path)):
                 _remove(path)
 
     @contextmanager

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,11 +154,32 @@ def test_save_deletes_what_a_killed_run_left_half_done_and_nothing_else(tmp_path
     for name in ("actor/iter_0000007.partial", "critic/iter_0000007", "actor/notes", "rollout/dumps", "critic/hf"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").touch()
+    (tmp_path / "critic/iter_0000007/slime_ppo.json").write_text('{"run_id": "run-1"}')
     (tmp_path / "rollout" / "state_0000007.json.new").touch()
     save(make_saver(config), config, 8)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
     assert {"actor/notes", "rollout/dumps", "critic/hf"} <= left
     assert not [name for name in left if "0000007" in name]
+
+
+def test_save_deletes_the_checkpoints_of_runs_that_it_replaces_and_never_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run has come into the critic's folder since this one began, on a disk without locks."""
+    config = config_in(tmp_path, critic__save=str(tmp_path / "critics"))
+    for home, number, run_id in (("run", 5, "replaced"), ("other", 6, "another"), ("run", 7, "killed")):
+        before = config_in(tmp_path / home, critic__save=str(tmp_path / "critics"))
+        save(make_saver(before, state=RunState(run_id)), before, number)
+    (tmp_path / "critics" / "iter_0000008").mkdir()  # does not say whose it is
+    config = config_in(tmp_path / "run", critic__save=str(tmp_path / "critics"))
+    saver = make_saver(config)
+    saver.plan = replace(saver.plan, replaced_runs=frozenset({"replaced", "killed"}))
+    deleted: list[str] = []
+    monkeypatch.setattr("slime_ppo.saver._remove", lambda path: deleted.append(str(path.relative_to(tmp_path))))
+    save(saver, config, 9)
+    assert sorted(deleted[:2]) == ["critics/iter_0000005", "critics/iter_0000007"], "the actor's tell which runs there were"
+    assert sorted(deleted[2:4]) == ["run/actor/iter_0000005", "run/actor/iter_0000007"]
+    assert not [name for name in deleted[4:] if "iter_" in name]
 
 
 def test_save_over_a_folder_that_a_killed_run_has_renamed_replaces_it(tmp_path: Path) -> None:
