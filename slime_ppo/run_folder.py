@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime_ppo.checkpoint.lock import FolderLocks
 from slime_ppo.checkpoint.start import StartPoint
-from slime_ppo.config.preflight import METRICS_FILE, RUN_STATE_FILE, loads_own_folder
+from slime_ppo.config.preflight import CONFIG_FILE, METRICS_FILE, RUN_STATE_FILE, loads_own_folder
 from slime_ppo.config.root import Config
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def claim_run_folder(config: Config, start: StartPoint) -> None:
         if start.records is not None:
             for source in filter(Path.exists, (start.records / name for name in RECORDS)):
                 shutil.copyfile(source, folder / source.name)
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
 
 
 def open_logs(config: Config) -> None:
