@@ -54,8 +54,8 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
             locks = stack.enter_context(folder_locks(config))
-            inputs = read_inputs(config, returns_support=_launcher(config, launcher_name, world).returns_support)
-            launcher = _launcher(inputs.start.config, launcher_name, world)
+            inputs = read_inputs(config, returns_support=launcher_for(config, launcher_name, world).returns_support)
+            launcher = launcher_for(inputs.start.config, launcher_name, world)
             locks.claim()
             open_logs(config)
             if config.generates:
@@ -107,8 +107,8 @@ def _load(start: StartPoint, groups: Mapping[RoleName, TrainGroup], turns: Devic
     return [start.told(reports), *start.changes] if start.text else []
 
 
-def _launcher(config: Config, name: LauncherName, world: LocalWorld) -> Launcher:
-    """Ray is imported only where it is used."""
+def launcher_for(config: Config, name: LauncherName, world: LocalWorld) -> Launcher:
+    """Starts nothing yet. Ray is imported only where it is used."""
     if name == "local":
         return LocalLauncher(config, world)
     from slime_ppo.orchestration.ray_launcher import RayLauncher

@@ -172,7 +172,7 @@ class CheckpointSaver:
         """
         run, state = self.plan.run_folder, self.state
         own, listed = Ownership(run, self.plan.replaced_runs | {state.run_id}), state.real_paths(run)
-        folders = reversed(self.plan.folders.values())
+        folders = reversed(list(self.plan.folders.values()))
         found = (
             *(path for folder in folders for path in folder.iterdir() if is_iteration(path.name)),
             *(run / path for one in before.checkpoints for path in one.paths),

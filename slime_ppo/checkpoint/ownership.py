@@ -44,10 +44,11 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return [folder / name for name in names if iteration_number(name) is not None]
 
 
-def writers(folder: Path) -> frozenset[str]:
-    """The runs that have written the checkpoints in a role's folder."""
-    said = filter(None, map(_identity, whole_checkpoints(folder)))
-    return frozenset(str(one["run_id"]) for one in said if "run_id" in one)
+def writers(folder: Path, home: Path | None = None) -> frozenset[str]:
+    """The runs that have written the checkpoints in a role's folder; with `home` those that have run in that folder."""
+    said = [one for one in map(_identity, whole_checkpoints(folder)) if one is not None and "run_id" in one]
+    real = None if home is None else os.path.realpath(home)
+    return frozenset(str(one["run_id"]) for one in said if real in (None, one.get("run_folder")))
 
 
 def owner_text(checkpoint: Path) -> str:

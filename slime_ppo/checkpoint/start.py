@@ -269,7 +269,11 @@ def _refuse_as_save(in_place: bool, folder: Path, kind: str) -> None:
 def replaced_runs(config: Config) -> frozenset[str]:
     """The runs of --save that this one goes on with, or gives up by --overwrite. What a killed one has left in its folder, and
     nothing lists, is theirs, too."""
-    return writers(role_folders(config)["actor"]) if config.run.overwrite or loads_own_folder(config) else frozenset()
+    if not (config.run.overwrite or loads_own_folder(config)):
+        return frozenset()
+    folders, run = role_folders(config), Path(config.run.save)
+    inside = [folder for folder in folders.values() if Path(os.path.realpath(run)) in Path(os.path.realpath(folder)).parents]
+    return writers(folders["actor"]).union(*(writers(folder, home=run) for folder in inside))
 
 
 def check_role_folders_free(config: Config, run_state: RunState) -> None:
@@ -285,7 +289,8 @@ def check_role_folders_free(config: Config, run_state: RunState) -> None:
         unlisted = (one for one in whole_checkpoints(folder) if os.path.realpath(one) not in listed)
         foreign = [one for one in unlisted if not own.owns(one)]
         if foreign:
-            replaceable = replace(own, runs=own.runs | writers(folders["actor"]))
+            again = replace(config, run=replace(config.run, overwrite=True))
+            replaceable = replace(own, runs=own.runs | replaced_runs(again))
             by_overwrite = role == "actor" or all(map(replaceable.owns, foreign))
             raise ConfigError(
                 f"{folder} already holds checkpoints ({', '.join(one.name for one in foreign[:3])}) of {owner_text(foreign[0])}, "

@@ -182,8 +182,8 @@ def _check_folders_apart(config: Config) -> None:
     for flag, folder in own.items():
         _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
     for flag, folder in replaced.items() if config.model.save_hf else ():
-        own = _holds(run, folder) or _saves_critics_again(config)
-        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite or _goes_on(config), own=own)
+        may_be_ours = _holds(run, folder) or _saves_critics_again(config)
+        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite or _goes_on(config), own=may_be_ours)
 
 
 def _critic_folder(folder: str, taken: Iterable[str]) -> str:

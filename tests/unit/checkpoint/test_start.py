@@ -376,6 +376,23 @@ def test_check_role_folders_free_with_overwrite_gives_up_the_run_in_save_and_its
     check_role_folders_free(config, RunState("new"))
 
 
+def test_check_role_folders_free_with_overwrite_gives_up_critics_that_a_run_without_one_has_left_in_save(
+    run: Path, tmp_path: Path, shapes: Shapes
+) -> None:
+    without = overwriting(make_config(run__save=str(run), ppo__advantage_estimator="grpo"))
+    saver = make_saver(without, shapes=shapes, state=RunState("run-2"))
+    saver.plan = replace(saver.plan, replaced_runs=replaced_runs(without))
+    saver.save(progress_after(without, 2, prompts={"drawn": 16}))
+    assert [path.name for path in (run / "actor").glob("iter_*")] == ["iter_0000002"]
+    config = make_config(run__save=str(run))
+    with pytest.raises(ConfigError, match="actor already holds"):
+        check_role_folders_free(config, RunState("new"))
+    check_role_folders_free(overwriting(config), RunState("new"))
+    elsewhere = make_config(run__save=str(tmp_path / "b"), critic__save=str(run / "critic"), run__overwrite=True)
+    with pytest.raises(ConfigError, match="of run run-1"):
+        check_role_folders_free(elsewhere, RunState("new"))
+
+
 def test_check_role_folders_free_takes_checkpoints_that_name_no_run_for_another_ones(tmp_path: Path) -> None:
     for role in ("actor", "critic"):
         (tmp_path / role / "iter_0000002").mkdir(parents=True)
