@@ -86,3 +86,9 @@ def test_dry_run_asks_no_reward_server_and_knows_the_names(dry_run: DryRun) -> N
     assert dry_run(*served)[0] == 0
     code, said = dry_run("--rm-type", "maths")
     assert code == 2 and "math" in said
+
+
+def test_run_that_overwrites_another_may_delete_its_checkpoints(dry_run: DryRun) -> None:
+    dry_run.save_checkpoint(4)
+    plan = read_inputs(parse_config(dry_run.flags("--overwrite")).config, returns_support=True).save_plan
+    assert plan is not None and plan.replaced_runs == {"run-1"}
