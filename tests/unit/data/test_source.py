@@ -262,7 +262,7 @@ def test_broken_rows_are_skipped_and_counted_when_asked_for(tmp_path: Path, toke
 @pytest.mark.parametrize("line", BROKEN)
 def test_broken_rows_end_the_run_by_default(tmp_path: Path, tokenizer: TextTokenizer, line: str) -> None:
     with pytest.raises(DataError, match=r"prompts.jsonl:2: "):
-        source(write(tmp_path, ['{"prompt": "fine"}', line]), tokenizer)
+        source(write(tmp_path, ['{"prompt": "fine"}', line, '{"prompt": "fine"}']), tokenizer)
 
 
 def test_broken_rows_alone_are_an_error_also_when_skipped(tmp_path: Path, tokenizer: TextTokenizer) -> None:
@@ -273,6 +273,45 @@ def test_broken_rows_alone_are_an_error_also_when_skipped(tmp_path: Path, tokeni
 def test_file_longer_than_a_block_is_read_whole(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     file = write(tmp_path, [f'{{"prompt": "{index}"}}' for index in range(1000)])
     assert texts(source(file, tokenizer, shuffle=False), 1000) == [str(index) for index in range(1000)]
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Rows p0 ... p6 in shards of 2, 0, 3 and 2, of which the last begins with a 10."""
+    folder, form = tmp_path / "shards", request.param
+    folder.mkdir()
+    texts = [f"p{index}" for index in range(7)]
+    for name, part in (("1", texts[:2]), ("2", []), ("9", texts[2:5]), ("10", texts[5:])):
+        if form == "parquet":
+            pq.write_table(pa.table({"prompt": pa.array(part, pa.string())}), folder / f"{name}.parquet")
+        else:
+            (folder / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in part), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("part", ["", "@[:4]", "@[3:]", "@[2:5]", "@[-3:-1]", "@[5:6]", "@[-99:99999999999999999999]"])
+def test_folder_of_shards_is_the_file_of_all_their_rows(file: Path, shards: Path, tokenizer: TextTokenizer, part: str) -> None:
+    """Numbers, order, slices and the state that resumes: one may take the other's place."""
+    whole, sharded = source(f"{file}{part}", tokenizer), source(f"{shards}{part}", tokenizer)
+    drawn = [(prompt.index, prompt.text) for prompt in sharded.next_prompts(5)]
+    assert drawn == [(prompt.index, prompt.text) for prompt in whole.next_prompts(5)]
+    assert all(text == f"p{index}" for index, text in drawn)
+    source(f"{shards}{part}", tokenizer).load_state_dict(whole.state_dict())
+
+
+def test_folder_of_shards_names_the_shard_of_a_broken_row(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    for name, lines in (("a", ['{"prompt": "fine"}']), ("b", ['{"prompt": "fine"}', "{"])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError, match="b.jsonl:2: broken line"):
+        source(tmp_path, tokenizer)
+
+
+def test_draw_over_an_epoch_end_and_several_epochs_takes_each_prompt_once_an_epoch(file: Path, tokenizer: TextTokenizer) -> None:
+    """Batches of 4 of 7 rows; and one of 30, more than four epochs."""
+    batches, whole = source(file, tokenizer), source(file, tokenizer)
+    drawn = [text for _ in range(7) for text in texts(batches, 4)]
+    assert drawn == texts(whole, 30)[:28]
+    assert all(sorted(drawn[start : start + 7]) == [f"p{index}" for index in range(7)] for start in range(0, 28, 7))
 
 
 def test_chat_prompts_are_rendered_and_resume_with_the_same_template_alone(tmp_path: Path) -> None:
