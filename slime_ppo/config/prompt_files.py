@@ -14,11 +14,12 @@ _SPLIT = re.compile(r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-
 
 
 def prompt_files(path: str, *, origin: str) -> tuple[str, ...]:
-    """`path` itself, or where it is a folder the parquet or JSONL files in it (not below), ordered by name with numbers as numbers.
+    """`path` itself, or where it is a folder the parquet or JSONL files in it (not below), by name, numbers in it as numbers.
 
-    `origin` is the flag that named it. Hidden files, those that begin with an underscore, and README, license and dataset_info files are passed over. Raises
-    DataError for a folder without shards, with shards of both formats, with any other file, with files of several splits (train
-    and test), or without some of the shards that a name like train-00000-of-00008.parquet counts; OSError when it cannot be read.
+    `origin` is the flag that named it. Hidden files, those that begin with an underscore, and README, license and dataset_info
+    files are passed over. Raises DataError for a folder without shards, with shards of both formats, with any other file, with
+    files of several splits (train and test), or without some of the shards that a name like train-00000-of-00008.parquet counts;
+    OSError when it cannot be read.
     """
     if not os.path.isdir(path):
         return (path,)

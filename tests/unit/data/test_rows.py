@@ -191,7 +191,7 @@ from slime_ppo.data.tokenizer import TextTokenizer
 
 tokenizer = TextTokenizer(None, (0,), 1, Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
 def load(path):
-    source = PromptSource(path, tokenizer, row_format=RowFormat("prompt"), policy=RowPolicy(9), shuffle=True, seed=0)
+    source = PromptSource(path, tokenizer, row_format=RowFormat("prompt"), policy=RowPolicy(200), shuffle=True, seed=0)
     assert [len(prompt.text) for prompt in source.next_prompts(100)] == [20_000] * 100
     # ru_maxrss would begin with the parent's
     return len(source), int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024
