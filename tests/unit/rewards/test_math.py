@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -129,15 +130,24 @@ def sample(sample_id: int, response: str) -> Sample:
     )
 
 
-def test_math_endless_expression_is_cut_in_time_in_any_thread_and_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("policy", ["drop", "zero"])
+def test_math_endless_expression_is_cut_in_time_in_any_thread_and_named(
+    caplog: pytest.LogCaptureFixture, policy: Literal["drop", "zero"]
+) -> None:
     """In a batch with a right answer, scored from a thread, where a signal could not end it."""
     samples = [sample(0, "#### 72"), sample(1, ENDLESS), sample(2, "73")]
     spec = RewardSpec("slime_ppo.rewards.math.MathReward", "--rm-type math")
-    with RewardRunner(spec, num_workers=1, batch_size=2, timeout_s=2.0, on_bad_sample="drop") as runner:
+    options: dict[str, Any] = {"on_bad_sample": "drop"} if policy == "drop" else {"on_bad_sample": "error", "on_timeout": "zero"}
+    with RewardRunner(spec, num_workers=1, batch_size=2, timeout_s=2.0, **options) as runner:
         runner.start()
         with ThreadPoolExecutor(1) as thread:
             outcome = thread.submit(runner.score, samples).result(timeout=60)
-    assert [(one.sample_id, one.reward) for one in outcome.samples] == [(0, 1.0), (2, 0.0)]
-    assert (outcome.num_dropped, outcome.reasons) == (1, {1: "took longer than 2 s (--reward-timeout-s)"})
-    left_out = "1 of 3 samples have no reward and are left out (--on-bad-sample drop), sample 1 (prompt row 101: 'how many?', resp"
-    assert any(message.startswith(left_out) for message in caplog.messages), caplog.messages
+    found = [(one.sample_id, one.reward, one.reward_cut) for one in outcome.samples]
+    if policy == "drop":
+        assert found == [(0, 1.0, False), (2, 0.0, False)]
+        assert (outcome.num_dropped, outcome.reasons) == (1, {1: "took longer than 2 s (--reward-timeout-s)"})
+        told = "1 of 3 samples have no reward and are left out (--on-bad-sample drop), sample 1 (prompt row 101: 'how many?', resp"
+    else:
+        assert found == [(0, 1.0, False), (1, 0.0, True), (2, 0.0, False)] and outcome.num_dropped == 0
+        told = "1 of 3 samples count as 0 (--on-reward-timeout zero), sample 1 (prompt row 101: 'how many?', response "
+    assert any(message.startswith(told) for message in caplog.messages), caplog.messages
