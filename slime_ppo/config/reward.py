@@ -64,8 +64,8 @@ class RewardConfig:
 
     on_reward_timeout: Literal["error", "drop", "zero"] | None = option(
         None,
-        help="a sample whose reward alone takes longer than --reward-timeout-s: stop and name it, drop and count it, or give it the "
-        "reward 0 and count it",
+        help="a sample whose reward alone takes longer than --reward-timeout-s: stop and name it, drop and count it, or give it "
+        "the reward 0 and count it",
         default_text="zero with --rm-type math, otherwise as --on-bad-sample",
     )
 
