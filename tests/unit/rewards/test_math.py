@@ -97,6 +97,7 @@ def test_math_right_answer_is_paid(reward: MathReward, label: str, response: str
         ("B", "The answer is A, B, C or D"),
         ("B", r"The answer is B. \boxed{C}"),
         ("B", "#### A B C D"),
+        ("B", "The answer is B) Paris"),
         ("x", r"\boxed{-x}"),
         ("B", r"\boxed{A = B}"),
         ("x", "#### x!"),
