@@ -85,7 +85,7 @@ def test_dry_run_writes_nothing_and_a_filled_folder_needs_force(folders: tuple[P
     ("tool", "args", "words"),
     [
         ("to_torch_dist", ("nowhere", "out"), "nowhere: no such folder"),
-        ("to_torch_dist", ("hf", "out", "--make-vocab-size-divisible-by", "0"), "expected 1 or more"),
+        ("to_torch_dist", ("hf", "out", "--make-vocab-size-divisible-by", "0"), "expected 1 to 1,048,576"),
         ("to_hf", ("nowhere", "out"), "nowhere: no such folder"),
         ("to_hf", ("torch_dist", "out", "--max-shard-size", "5"), "'5' is no size"),
         ("to_hf", ("hf", "out"), "holds neither .metadata nor latest_checkpointed_iteration.txt"),
