@@ -114,7 +114,8 @@ def _architecture(folder: Path) -> str:
     """The first architecture that config.json names; that of a language model when it names none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architecture = str((config.get("architectures") or ["ForCausalLM"])[0])
+        named = config.get("architectures") or ["ForCausalLM"]
+        architecture = str(named if isinstance(named, str) else named[0])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / 'config.json'} names no architecture ({type(error).__name__}: {error})") from error
     if not architecture.endswith((_CLASSIFIER, "ForCausalLM")):

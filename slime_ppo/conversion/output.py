@@ -36,6 +36,8 @@ def _check_output(out: Path, sources: Iterable[Path], num_bytes: int, check: Cal
     for source in sources:
         for folder in folders:
             _require_apart(Path(os.path.realpath(source)), folder)
+    if os.path.ismount(target):
+        raise CheckpointError(f"{target} is a mount point, which no folder can be renamed to. Write to a folder in it")
     _require_room(target, num_bytes)
     for folder in folders:
         check(folder)

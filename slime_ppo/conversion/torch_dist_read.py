@@ -193,8 +193,9 @@ class TorchDistReader:
             view = cast(IO[bytes], _create_file_view(cast(IOBase, stream), home.offset, home.length))
             stored: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
             found = stored.shape
-        except Exception as error:  # whatever damaged bytes come to
-            self._refuse(f"{home.relative_path}: {index.fqn} cannot be read ({type(error).__name__}: {error})", error)
+        except Exception as error:  # whatever damaged bytes come to; torch's own words advise to read them without care
+            why = error.strerror if isinstance(error, OSError) else type(error).__name__
+            self._refuse(f"{home.relative_path}: {index.fqn} cannot be read ({why})", error)
         if found != expected:
             self._refuse(f"{home.relative_path}: {index.fqn} is {list(found)} there, the index says {list(expected)}")
         return stored
