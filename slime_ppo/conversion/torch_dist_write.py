@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -88,11 +88,20 @@ def write_file(
             note(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO), start)
         for chunk in chunks:
             start = file.tell()
-            torch.save(_on_host(chunk.make()), file)
+            _save(_on_host(chunk.make()), file)
             note(chunk.item, start)
             progress(chunk.num_bytes)
     flush(path)
     return Written(items, results)
+
+
+def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch, ending its archive, stumbles over where it was left
+            raise error.__context__ from None
+        raise
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """Both converters on folders: bit-equal round trips, complete lists of what is wrong, and outputs that are whole or not there."""
 
 import errno
+import io
 import json
 import os
 import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -377,3 +379,31 @@ def test_hugging_face_cache_of_links_converts_and_an_export_of_it_has_none(tmp_p
     back = _to_hf(_to_torch_dist(snapshot, tmp_path / "out"), tmp_path / "back")
     assert _unequal(back, snapshot) == [] and not any(path.is_symlink() for path in back.iterdir())
     _to_hf(tmp_path / "out", back)
+
+
+def test_interrupt_while_a_tensor_is_written_is_an_interrupt_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.save makes an error about its archive of it."""
+    source, save = make_tiny_llama(tmp_path / "hf"), torch.save
+
+    class Interrupted(io.BytesIO):
+        """In the second of several writes."""
+
+        num_writes = 0
+
+        def write(self, content: Any) -> int:
+            self.num_writes += 1
+            if self.num_writes == 2:
+                raise KeyboardInterrupt
+            return super().write(content)
+
+    def interrupted(content: object, file: Any) -> None:
+        save(content, Interrupted() if isinstance(content, torch.Tensor) else file)
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        torch.save(torch.ones(1), io.BytesIO())
+    with pytest.raises(KeyboardInterrupt):
+        _to_torch_dist(source, tmp_path / "out")
+    assert list(tmp_path.glob("out*")) == []
