@@ -78,6 +78,7 @@ def _read_inputs(config: Config, *, returns_support: bool, asks_servers: bool) -
             batch_size=reward.reward_batch_size,
             timeout_s=reward.reward_timeout_s,
             on_bad_sample=reward.on_bad_sample,
+            on_timeout=reward.timeout_policy,
             log_file=Path(config.run.save) / "logs" / "reward.log",
         ),
         reward_warnings=reward_spec.warnings,

@@ -15,10 +15,11 @@ from slime_ppo.config.debug import rollout_file
 from slime_ppo.config.debug_checks import check_rollout_files_free
 from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.prompt_files import prompt_files
 from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import CheckpointError, ConfigError
+from slime_ppo.errors import CheckpointError, ConfigError, DataError
 
 METRICS_FILE = "metrics.jsonl"
 RUN_STATE_FILE = "run_state.json"
@@ -145,12 +146,16 @@ def _listing(names: list[str]) -> str:
 
 
 def _check_prompt_file(flag: str, path: str) -> None:
-    file = PromptPath.parse(path).file
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"{flag} {path}: {_no_file(file)}, expected a JSON Lines file with one prompt a line, or a parquet file. Paths are "
-            "relative to the current directory"
-        )
+    try:
+        files = prompt_files(PromptPath.parse(path).file, origin=flag)
+    except (DataError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    for file in files:
+        if not os.path.isfile(file):
+            raise ConfigError(
+                f"{flag} {path}: no such file, expected a JSON Lines file with one prompt a line, a parquet file, or a folder of "
+                "either. Paths are relative to the current directory"
+            )
 
 
 def _check_chat_template(data: DataConfig) -> None:

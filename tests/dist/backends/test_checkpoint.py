@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime_ppo.backends.megatron.torch_dist_io import Piece, TorchDistFolder
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.conversion.torch_dist_read import TorchDistReader
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings, ExecutionSettings
 from tests.dist.backends.cases import Case
@@ -42,14 +42,9 @@ def run(megatron_pool: RankPool, tmp_path: Path) -> Run:
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    source = TorchDistFolder(folder)
-    wholes = {}
-    for key in source.tensor_keys:
-        found = source.tensor(key)
-        wholes[key] = torch.full(found.size, torch.nan, dtype=found.properties.dtype)
-    pieces = [Piece(key, tuple(whole.shape), (0,) * whole.dim(), whole, of_vocabulary=False) for key, whole in wholes.items()]
-    source.read(source.plan(pieces), pieces)
-    return wholes
+    source = TorchDistReader(folder)
+    source.check_whole()
+    return {key: source.read_whole(key) for key in source.tensors}
 
 
 def assert_same_contents(folder: Path, expected: Path) -> None:
@@ -179,7 +174,7 @@ def test_broken_checkpoint_is_refused_by_the_name_of_its_file(run: Run, make_cas
         "cut": (
             data.name,
             lambda path: os.truncate(path, size // 2),
-            f"has {size // 2} bytes, expected {size} or more",
+            f"has {size // 2:,} bytes, expected {size:,} or more",
         ),
         "no index": (".metadata", Path.unlink, "is no torch_dist checkpoint: it has no .metadata"),
         "cut index": (".metadata", lambda path: os.truncate(path, 100), ".metadata cannot be read"),

@@ -85,7 +85,8 @@ def test_preflight_checks_each_role_against_its_own_shape(make: Make, tmp_path: 
 
 def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_path: Path) -> None:
     assert _refusal(make(data__prompt_data="nowhere.jsonl")).startswith("--prompt-data nowhere.jsonl: no such file")
-    assert "is a folder, expected a JSON Lines file" in _refusal(make(data__prompt_data=str(tmp_path)))
+    (tmp_path / "empty").mkdir()
+    assert "empty (--prompt-data) holds no prompts" in _refusal(make(data__prompt_data=f"{tmp_path}/empty@[:9]"))
     evaluating: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": "nowhere.jsonl"}
     assert _refusal(make(**evaluating)).startswith("--eval-prompt-data nowhere.jsonl: no such file")
     check_files(make(**(evaluating | {"eval__eval_interval": 0})))
