@@ -1,5 +1,6 @@
 """The loop of supervised fine-tuning with parts that write down what it does with them."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from slime_ppo.checkpoint.progress import Progress
+from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.config.cli import SFT, merge_settings
 from slime_ppo.config.fields import Value
 from slime_ppo.config.root import OPTION_BY_KEY, Config
@@ -116,6 +118,34 @@ def test_run_saves_as_ppo_does_and_ends_saved_when_asked_to(tmp_path: Path) -> N
         asked.trainer.run()
     assert [line for line in asked.journal if line.startswith("save")] == ["save actor as iter_0000002.partial"]
     assert asked.progress.prompts == asked.examples.state_dict()
+
+
+def test_run_that_saves_in_the_background_reports_the_time_and_has_it_when_the_next_batch_fails(tmp_path: Path) -> None:
+    config = small(run__save=str(tmp_path), checkpoint__save_interval=2, checkpoint__async_save=True, sft__eval_interval=2)
+    run = Run(config, saves=True)
+    finish = run.actor.finish_save
+
+    def finish_late() -> None:
+        time.sleep(0.05)
+        finish()
+
+    run.actor.finish_save = finish_late  # type: ignore[method-assign]
+    run.trainer.run()
+    saved = run.tracker.metric("perf/save_time")
+    assert saved[2] >= 0.05 > max(saved[0], saved[1], saved[3])
+
+    def measure_once(handle: BatchHandle) -> tuple[BatchHandle, Stats]:
+        if len(cut.actor.plans) == 2:
+            raise NumericsError("not finite")
+        return measure(handle)
+
+    cut = Run(replace(config, run=replace(config.run, save=str(tmp_path / "cut"))), saves=True)
+    measure = cut.actor.compute_log_probs
+    cut.actor.compute_log_probs = measure_once  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match="not finite"):
+        cut.trainer.run()
+    state = RunState.read(tmp_path / "cut")
+    assert state is not None and [one.rollout_id for one in state.checkpoints] == [2]
 
 
 def _request(stop: StopRequest, when: bool) -> Stats:
