@@ -229,14 +229,19 @@ def test_loop_that_ends_for_a_reason_tells_it_although_the_save_in_the_backgroun
     assert RunState.read(tmp_path) is None
 
 
+def slowed(method: Callable[..., None]) -> Callable[..., None]:
+    def late(*arguments: Any, **named: Any) -> None:
+        time.sleep(0.05)
+        method(*arguments, **named)
+
+    return late
+
+
 def test_loop_reports_the_time_of_a_save_in_the_rollout_that_it_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, saves_in_background, slow in (("now", False, "save_checkpoint"), ("later", True, "finish_save")):
         config = config_in(tmp_path / name, checkpoint__save_interval=2, checkpoint__async_save=saves_in_background)
         parts = parts_in(config)
-        method = getattr(parts.critic, slow)
-        monkeypatch.setattr(
-            parts.critic, slow, lambda *given, _method=method, **named: (time.sleep(0.05), _method(*given, **named))
-        )
+        monkeypatch.setattr(parts.critic, slow, slowed(getattr(parts.critic, slow)))
         saved = run(parts).tracker.metric("perf/save_time")
         assert saved[2] >= 0.05 > max(saved[:2])
 
