@@ -140,7 +140,7 @@ def rng_after_load(case: Case, folder: str) -> tuple[bool, list[bool]]:
         return equal
 
     as_saved, others = restored(), []
-    for change in (lambda own: own["ranks"].update(device="cuda"), lambda own: own.pop("ranks")):
+    for change in (lambda own: own["ranks"].update(device={"cpu": "cuda"}[own["ranks"]["device"]]), lambda own: own.pop("ranks")):
         dist.barrier()
         if dist.get_rank() == 0:
             common = torch.load(f"{folder}/common.pt", weights_only=True)
@@ -154,6 +154,24 @@ def rng_after_load(case: Case, folder: str) -> tuple[bool, list[bool]]:
 def load_by_megatron(case: Case, folder: str) -> Resumed:
     """The actor as Megatron's own code loads it from our checkpoint, trained as `load_and_go_on`."""
     role = _start_actor(case)
+    _load_by_megatron(role, folder)
+    _train(role, case, 1)
+    return Resumed(None, _whole(role, _data))
+
+
+def refusal_by_megatron(case: Case, folder: str) -> str:
+    """Why Megatron's own code does not load the critic from our checkpoint, which is made in `folder`."""
+    role = _start_critic(case)
+    _train(role, case, 0)
+    save_checkpoint(role, folder, in_background=False)
+    try:
+        _load_by_megatron(role, folder)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
+
+
+def _load_by_megatron(role: MegatronRole, folder: str) -> None:
     [model] = role.models
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -165,5 +183,3 @@ def load_by_megatron(case: Case, folder: str) -> Resumed:
     state = dist_checkpointing.load(asked, folder)
     model.load_state_dict(state["model"], strict=False)
     role.optimizer.load_state_dict(state["optimizer"])
-    _train(role, case, 1)
-    return Resumed(None, _whole(role, _data))

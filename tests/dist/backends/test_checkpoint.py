@@ -125,12 +125,15 @@ def test_mixture_passes_from_one_rank_to_expert_parallel_ranks_and_on(run: Run, 
 
 
 def test_checkpoint_is_one_to_megatrons_own_loader(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
-    """Asked strictly, with the optimizer, on the same ranks and on others."""
+    """Asked strictly, with the optimizer, on the same ranks and on others. Not the optimizer of a bfloat16 critic, whose head is
+    float32, which Megatron could not have saved either: README's sentence goes when this load does not raise any more."""
     case, names = make_case(PpoConfig()), ["actor"]
     straight = run("save_and_go_on", case, TP2, folder=str(tmp_path), names=names)
     for layout, tolerance in ((TP2, 0.0), (PP2, 1e-2 * case.lr * 3)):
         loaded = run("load_by_megatron", case, layout, folder=str(tmp_path / "actor"))
         assert largest_gap({"actor": loaded}, straight) <= tolerance
+    mixed, folder = replace(case, dtype="bfloat16"), str(tmp_path / "mixed")
+    assert run("refusal_by_megatron", mixed, ONE, folder=folder).startswith("The size of tensor a (64) must match")
 
 
 def test_weights_alone_start_a_fresh_optimizer_and_change_their_type(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
