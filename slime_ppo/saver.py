@@ -123,7 +123,7 @@ class CheckpointSaver:
         _log.warning("the run ends; it waits for the files of the checkpoint after %d rollouts", rollout_id)
         try:
             self.publish()
-        except SlimePpoError as error:
+        except Exception as error:
             _log.warning("the checkpoint after %d rollouts does not count: %s", rollout_id, error)
 
     def _with_weights_of(self, rollout_id: int) -> Checkpoint | None:
@@ -234,10 +234,10 @@ def save_between(
 def saved_at_end(saver: CheckpointSaver | None, progress: Progress, *, before: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Whatever ends the loop inside, what can be saved is.
 
-    On Preempted the present state, after `before`. On another error or signal a checkpoint whose files have been written in the
-    background so far: it is waited for and counts. Not so when a rank has died or hangs (ParallelError), or was cut off in the
-    middle of a command: then, and when the signal hits a save itself, half a checkpoint stays, named as one (.partial), which the
-    next save of a run in this folder removes.
+    On Preempted the present state, after `before`. On another error or signal a checkpoint whose files are written in the
+    background: it is waited for, and counts. Between its begin and the loop's next `publish` no rank trains, so they answer. Not so
+    when one has died or hangs (ParallelError), or was cut off in the middle of a command: then, and when the signal hits a save
+    itself, what is half done stays, listed nowhere, until the next save in the folder removes it.
     """
     try:
         yield
