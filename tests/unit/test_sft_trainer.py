@@ -1,6 +1,5 @@
 """The loop of supervised fine-tuning with parts that write down what it does with them."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from slime_ppo.types.sample import Prompt
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
 from tests.helpers.saved_runs import make_saver
-from tests.helpers.trainer_parts import CountingPrompts, RecordingRole, RecordingTracker, step_stats
+from tests.helpers.trainer_parts import CountingPrompts, PlayedTime, RecordingRole, RecordingTracker, step_stats
 
 HELD_OUT = tuple(Prompt(row, "q", np.array([5, 6], np.int32), "[[7,8,3],[1,1,1]]") for row in range(5))
 
@@ -120,19 +119,19 @@ def test_run_saves_as_ppo_does_and_ends_saved_when_asked_to(tmp_path: Path) -> N
     assert asked.progress.prompts == asked.examples.state_dict()
 
 
-def test_run_that_saves_in_the_background_reports_the_time_and_has_it_when_the_next_batch_fails(tmp_path: Path) -> None:
+def test_run_that_saves_in_the_background_reports_the_time_and_has_it_when_the_next_batch_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = PlayedTime()
+    monkeypatch.setattr("slime_ppo.tracking.clock.time", played)
     config = small(run__save=str(tmp_path), checkpoint__save_interval=2, checkpoint__async_save=True, sft__eval_interval=2)
     run = Run(config, saves=True)
-    finish = run.actor.finish_save
-
-    def finish_late() -> None:
-        time.sleep(0.05)
-        finish()
-
-    run.actor.finish_save = finish_late  # type: ignore[method-assign]
+    saver = run.trainer.parts.saver
+    assert saver is not None
+    [saved] = saver._groups.values()
+    monkeypatch.setattr(saved, "finish_save", played.slow(saved.finish_save, seconds=7.0))
     run.trainer.run()
-    saved = run.tracker.metric("perf/save_time")
-    assert saved[2] >= 0.05 > max(saved[0], saved[1], saved[3])
+    assert run.tracker.metric("perf/save_time") == pytest.approx([0, 0, 7, 0], abs=0.01)
 
     def measure_once(handle: BatchHandle) -> tuple[BatchHandle, Stats]:
         if len(cut.actor.plans) == 2:

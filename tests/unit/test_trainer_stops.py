@@ -1,7 +1,6 @@
 """SIGTERM at every stage of the training loop: what is saved, and that the resumed loop does what the one that went on did."""
 
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from slime_ppo.tracking.base import RolloutRecord
 from slime_ppo.trainer import PpoTrainer
 from tests.helpers.configs import make_config
 from tests.helpers.saved_runs import save_plan
-from tests.helpers.trainer_parts import Parts, step_stats
+from tests.helpers.trainer_parts import Parts, PlayedTime, step_stats
 
 NUM_ROLLOUT = 3
 
@@ -229,21 +228,15 @@ def test_loop_that_ends_for_a_reason_tells_it_although_the_save_in_the_backgroun
     assert RunState.read(tmp_path) is None
 
 
-def slowed(method: Callable[..., None]) -> Callable[..., None]:
-    def late(*arguments: Any, **named: Any) -> None:
-        time.sleep(0.05)
-        method(*arguments, **named)
-
-    return late
-
-
 def test_loop_reports_the_time_of_a_save_in_the_rollout_that_it_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, saves_in_background, slow in (("now", False, "save_checkpoint"), ("later", True, "finish_save")):
-        config = config_in(tmp_path / name, checkpoint__save_interval=2, checkpoint__async_save=saves_in_background)
-        parts = parts_in(config)
-        monkeypatch.setattr(parts.critic, slow, slowed(getattr(parts.critic, slow)))
-        saved = run(parts).tracker.metric("perf/save_time")
-        assert saved[2] >= 0.05 > max(saved[:2])
+    played = PlayedTime()
+    monkeypatch.setattr("slime_ppo.tracking.clock.time", played)
+    for in_background, slow in ((False, "save_checkpoint"), (True, "finish_save")):
+        folder = tmp_path / slow
+        parts = parts_in(config_in(folder, checkpoint__save_interval=2, checkpoint__async_save=in_background))
+        monkeypatch.setattr(parts.critic, slow, played.slow(getattr(parts.critic, slow), seconds=7.0))
+        assert run(parts).tracker.metric("perf/save_time") == pytest.approx([0, 0, 7], abs=0.01)
+        assert parts.tracker.metric("perf/step_time") == pytest.approx([0, 0, 7], abs=0.01)
 
 
 def test_loop_whose_save_fails_ends_with_what_is_left(tmp_path: Path) -> None:
