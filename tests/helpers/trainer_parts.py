@@ -122,26 +122,6 @@ class RecordingRole:
         return LoadReport(with_optimizer, restored_rng=with_optimizer)
 
 
-class PlayedTime:
-    """Stands for the module `time` of the run's clock: nothing takes long but what was made `slow`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1e-6
-        return self.now
-
-    def slow(self, method: Callable[..., None], *, seconds: float) -> Callable[..., None]:
-        """The method, after which so much time has passed."""
-
-        def late(*arguments: Any, **named: Any) -> None:
-            method(*arguments, **named)
-            self.now += seconds
-
-        return late
-
-
 class RecordingSideBySide:
     """A SideBySide whose first role ends first."""
 

@@ -23,8 +23,9 @@ from slime_ppo.tracking.console import rollout_line
 from slime_ppo.types.sample import Prompt
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
+from tests.helpers.played_time import PlayedTime
 from tests.helpers.saved_runs import make_saver
-from tests.helpers.trainer_parts import CountingPrompts, PlayedTime, RecordingRole, RecordingTracker, step_stats
+from tests.helpers.trainer_parts import CountingPrompts, RecordingRole, RecordingTracker, step_stats
 
 HELD_OUT = tuple(Prompt(row, "q", np.array([5, 6], np.int32), "[[7,8,3],[1,1,1]]") for row in range(5))
 

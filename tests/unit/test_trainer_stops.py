@@ -18,8 +18,9 @@ from slime_ppo.orchestration.interrupts import Interrupted, Preempted
 from slime_ppo.tracking.base import RolloutRecord
 from slime_ppo.trainer import PpoTrainer
 from tests.helpers.configs import make_config
+from tests.helpers.played_time import PlayedTime
 from tests.helpers.saved_runs import save_plan
-from tests.helpers.trainer_parts import Parts, PlayedTime, step_stats
+from tests.helpers.trainer_parts import Parts, step_stats
 
 NUM_ROLLOUT = 3
 
