@@ -69,7 +69,8 @@ class StartPoint:
             return self.text
         roles = " and ".join(reports)
         reseeded = [role for role, report in reports.items() if not report.restored_rng]
-        states = f"; new random states for the ranks of the {' and '.join(reseeded)}, whose layout is another" if reseeded else ""
+        new = f"; new random states for the ranks of the {' and '.join(reseeded)}, whose layout or kind of device is another"
+        states = new if reseeded else ""
         progress = self.progress
         kl = f", KL coefficient {progress.kl.beta:g}" if self.config.objective == "ppo" else ""
         waiting = f", {len(progress.samples)} samples that wait for their training" if progress.samples else ""

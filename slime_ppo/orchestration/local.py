@@ -17,7 +17,7 @@ from slime_ppo.config.device_checks import check_device
 from slime_ppo.config.launcher import launcher_text
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import ConfigError, EchoedError
+from slime_ppo.errors import ConfigError, EchoedError, ParallelError
 from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, meeting_host, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_engine import LocalRolloutEngine
@@ -73,6 +73,11 @@ class LocalRanks:
             raise self._world.most_telling(error, phase) from error
         self._in_step = True
         return results
+
+    def check_in_step(self) -> None:
+        """Raise ParallelError when an earlier call has failed or was interrupted: ranks that answer may answer that one."""
+        if not self._in_step:
+            raise ParallelError("the ranks are out of step since a call that did not come to its end")
 
     def beside(self, role: RoleName) -> RankRole:
         """Rank 0's part of a role, for a call while a command runs."""
@@ -167,6 +172,7 @@ class LocalTrainGroup:
         check_saved(self._call("saving a checkpoint", "save_checkpoint", self.role, os.path.abspath(folder), in_background))
 
     def finish_save(self) -> None:
+        self._ranks.check_in_step()  # also asked for on the way out of a run that has failed
         check_saved(self._call("saving a checkpoint", "finish_save", self.role))
 
     def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:

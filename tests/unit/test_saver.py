@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,6 +264,33 @@ def test_save_that_the_ranks_cannot_write_says_so_and_where_to_go_on(tmp_path: P
     ):
         save(saver, config, 1)
     assert listed(tmp_path) == [] and on_disk_of_actor(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["critic save_checkpoint", "actor finish_save", "critic finish_save"])
+def test_save_in_background_that_fails_half_way_is_given_up_when_no_rank_writes_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    config = config_in(tmp_path)
+    saver = make_saver(config)
+    save(saver, config, 1)
+    role, method = step.split()
+    groups: Any = saver._groups
+    original = getattr(groups[role], method)
+
+    def fail(*arguments: object, **named: object) -> None:
+        if method == "finish_save":
+            original()
+        monkeypatch.undo()
+        raise CheckpointError("rank 1: disk quota exceeded")
+
+    monkeypatch.setattr(groups[role], method, fail)
+    with pytest.raises(CheckpointError, match="after 2 rollouts could not be saved: rank 1: disk quota exceeded"):
+        save(saver, config, 2, in_background=True)
+        saver.publish()
+    assert [group.writes_in for group in groups.values()] == [None, None], "a rank would write into a folder that is gone"
+    assert on_disk(tmp_path) == ["actor/iter_0000001", "critic/iter_0000001", "rollout/state_0000001.json"]
+    save(saver, config, 3)
+    assert listed(tmp_path) == [1, 3]
 
 
 def on_disk_of_actor(folder: Path) -> list[str]:

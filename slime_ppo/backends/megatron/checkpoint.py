@@ -89,7 +89,7 @@ def finish_save(role: "MegatronRole") -> None:
 
 
 def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, keeps_missing_head: bool = False) -> LoadReport:
-    """Take over the weights in `folder`, and with the optimizer its state and, where the layouts are equal, the random states.
+    """Take over the weights in `folder`, and with the optimizer its state and, where the ranks are alike, the random states.
 
     The role is awake; its layout may be another one than that of the ranks that have saved. Weights alone may be of another
     floating-point type. `keeps_missing_head`: a critic's value head stays as it is where `folder` holds none. Raises
@@ -120,7 +120,7 @@ def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, 
     _agree(lambda: source.fill(plan, [piece.tensor for piece in pieces]), action)
     if not with_optimizer:
         role.optimizer.reload_model_params()
-    restores_rng = with_optimizer and common["layout"] == asdict(role.layout)
+    restores_rng = with_optimizer and common.get("ranks") == _ranks(role)
     if restores_rng:
         _restore_rng(_agree(lambda: source.read_object(_rng_key(role)), action))
     return LoadReport(with_optimizer=with_optimizer, restored_rng=restores_rng)
@@ -194,7 +194,7 @@ def _common_state(role: "MegatronRole", steps: int) -> dict[str, Any]:
     common: dict[str, Any] = {
         "checkpoint_version": 3.0,
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True},
-        _OWN_SECTION: {"format": 1, "optimizer_steps": steps, "layout": asdict(role.layout)},
+        _OWN_SECTION: {"format": 1, "optimizer_steps": steps, "ranks": _ranks(role)},
     }
     if steps:
         parts = [
@@ -260,6 +260,11 @@ def _check_contents(source: TorchDistReader, expected: Sequence[Piece], *, with_
             + "; ".join(f"{what}: {', '.join(names)}" for what, names in lists.items() if names)
             + ". Load a checkpoint of the same model"
         )
+
+
+def _ranks(role: "MegatronRole") -> dict[str, object]:
+    """Random states mean the same between equal ones: the layout, and the kind of device, which has generators of its own."""
+    return asdict(role.layout) | {"device": role.device.type}
 
 
 def _rng_key(role: "MegatronRole") -> str:

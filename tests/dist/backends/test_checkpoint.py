@@ -120,12 +120,15 @@ def test_mixture_passes_from_one_rank_to_expert_parallel_ranks_and_on(run: Run, 
 
 
 def test_checkpoint_is_one_to_megatrons_own_loader(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
-    """Asked strictly, with the optimizer, on the same ranks and on others."""
+    """Asked strictly, with the optimizer, on the same ranks and on others. Not the optimizer of a bfloat16 critic, whose head is
+    float32, which Megatron could not have saved either: README's sentence goes when this load does not raise any more."""
     case, names = make_case(PpoConfig()), ["actor"]
     straight = run("save_and_go_on", case, TP2, folder=str(tmp_path), names=names)
     for layout, tolerance in ((TP2, 0.0), (PP2, 1e-2 * case.lr * 3)):
         loaded = run("load_by_megatron", case, layout, folder=str(tmp_path / "actor"))
         assert largest_gap({"actor": loaded}, straight) <= tolerance
+    mixed, folder = replace(case, dtype="bfloat16"), str(tmp_path / "mixed")
+    assert run("refusal_by_megatron", mixed, ONE, folder=folder).startswith("The size of tensor a (64) must match")
 
 
 def test_weights_alone_start_a_fresh_optimizer_and_change_their_type(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
@@ -139,8 +142,9 @@ def test_weights_alone_start_a_fresh_optimizer_and_change_their_type(run: Run, m
         assert np.array_equal(weights["model.embed_tokens.weight"], expected)
 
 
-def test_random_states_come_back_on_an_equal_layout(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
-    assert run("rng_after_load", make_case(PpoConfig()), TP2, folder=str(tmp_path / "saved"))
+def test_random_states_come_back_on_an_equal_layout_and_kind_of_device(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
+    found = run("rng_after_load", make_case(PpoConfig()), TP2, folder=str(tmp_path / "saved"))
+    assert found == (True, [False, False])
 
 
 def test_checkpoint_of_another_model_is_refused_with_every_difference_at_once(

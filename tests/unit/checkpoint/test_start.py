@@ -140,7 +140,7 @@ def test_find_start_from_a_run_folder_gets_everything_back(run: Path, shapes: Sh
     assert start.told({"actor": LoadReport(True, True), "critic": LoadReport(True, False)}) == (
         f"resumed from {run} after 4 of 10 rollouts: weights and optimizer of actor and critic, place in the prompts, "
         "KL coefficient 0, weight version 4, 1 samples that wait for their training; "
-        "new random states for the ranks of the critic, whose layout is another"
+        "new random states for the ranks of the critic, whose layout or kind of device is another"
     )
 
 
