@@ -4,7 +4,8 @@ import sys
 from functools import partial
 
 from slime_ppo.config.cli import CommandLine, ParsedCommand, print_config_text, run_cli
-from slime_ppo.config.launcher import RankPlace, chosen_launcher
+from slime_ppo.config.launcher import LauncherName, RankPlace, chosen_launcher
+from slime_ppo.config.root import Config
 from slime_ppo.orchestration.local_world import LocalWorld
 
 
@@ -33,13 +34,7 @@ def main(world: LocalWorld, command: ParsedCommand) -> int:
         return 0
     launcher = chosen_launcher(command.config, world.place)
     if command.dry_run:
-        from slime_ppo.config.dry_run import dry_run_report
-        from slime_ppo.config.preflight import preflight
-        from slime_ppo.orchestration.engine_settings import check_sglang
-
-        shapes = preflight(command.config)
-        check_sglang(command.config)
-        sys.stdout.write(dry_run_report(command.config, shapes.actor, critic_shape=shapes.critic, launcher=launcher))
+        sys.stdout.write(_dry_run(command.config, launcher, world))
         return 0
     if launcher == "ray":
         from slime_ppo.orchestration.ray_environment import prepare_ray_environment
@@ -48,3 +43,16 @@ def main(world: LocalWorld, command: ParsedCommand) -> int:
     from slime_ppo.launch import run_job  # may import Ray, which reads the environment
 
     return run_job(command.config, launcher, world)
+
+
+def _dry_run(config: Config, launcher: LauncherName, world: LocalWorld) -> str:
+    """What the run would do, when it has read its inputs as it would then. Nothing is written, and nobody but files is asked."""
+    from slime_ppo.config.dry_run import dry_run_report
+    from slime_ppo.inputs import read_inputs
+    from slime_ppo.launch import launcher_for
+
+    support = launcher_for(config, launcher, world).returns_support
+    inputs = read_inputs(config, returns_support=support, asks_servers=False)
+    begins = f"the run starts at its beginning, with the weights of {config.model.hf_checkpoint}"
+    start = (inputs.start.text or begins, *inputs.start.changes, *inputs.left_out)
+    return dry_run_report(config, inputs.shapes.actor, critic_shape=inputs.shapes.critic, launcher=launcher, start=start)

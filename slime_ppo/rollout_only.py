@@ -61,7 +61,7 @@ class RolloutOnly:
             shown = samples[: tracking.num_logged_samples]
             records = training_records(shown, batch.select(range(len(shown))), self._tokenizer.token_strings)
             self._tracker.log_table(rollout_id, records)
-        phases = self._clock.phases()
+        phases = self._clock.end_rollout()
         metrics |= phase_metrics(phases, float(batch.total_lens.sum()))
         phrases = common_phrases([sample.response_text for sample in samples])
         self._tracker.log(RolloutRecord(rollout_id, metrics, (), phases, phrases))

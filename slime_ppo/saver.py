@@ -25,13 +25,15 @@ from slime_ppo.checkpoint.layout import (
     is_state_file,
     state_name,
 )
+from slime_ppo.checkpoint.ownership import Ownership
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import FORMAT, Checkpoint, RunState, SavedState, path_in
 from slime_ppo.config.roles import RoleName
 from slime_ppo.conversion.torch_dist_folder import LATEST_FILE, iteration_folder
-from slime_ppo.errors import CheckpointError
-from slime_ppo.orchestration.interrupts import StopRequest
+from slime_ppo.errors import CheckpointError, ParallelError, SlimePpoError
+from slime_ppo.orchestration.interrupts import Interrupted, Preempted, StopRequest
 from slime_ppo.orchestration.protocols import TrainGroup
+from slime_ppo.tracking.clock import RunClock
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SavePlan:
     """Where a run saves, how often, and what of it never changes. `folders` are the roles', in the order in which they are saved;
-    `interval` None: only at the end. `keep` None: all. `settings` and `models` as in SavedState."""
+    `interval` None: only at the end. `keep` None: all. `settings` and `models` as in SavedState. `replaced_runs` are those that the
+    run folder held before, and whose checkpoints go."""
 
     run_folder: Path
     folders: Mapping[RoleName, Path]
@@ -47,6 +50,7 @@ class SavePlan:
     keep: int | None
     settings: Mapping[str, object]
     models: Mapping[str, Mapping[str, object]]
+    replaced_runs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,18 @@ class CheckpointSaver:
         _log.info("checkpoint after %d rollouts: whole %.1f s after its begin", rollout_id, time.perf_counter() - waiting.began)
         self._sweep(before)
 
+    def publish_before_end(self) -> None:
+        """Let a save in the background count although the run ends by an error elsewhere or by a signal: its files are waited for.
+        Where that fails too it is given up, which is a warning: the run has a reason to end already."""
+        if self._waiting is None:
+            return
+        rollout_id = self._waiting.progress.rollout_id
+        _log.warning("the run ends; it waits for the files of the checkpoint after %d rollouts", rollout_id)
+        try:
+            self.publish()
+        except Exception as error:
+            _log.warning("the checkpoint after %d rollouts does not count: %s", rollout_id, error)
+
     def _with_weights_of(self, rollout_id: int) -> Checkpoint | None:
         """The newest checkpoint, if it was saved after so many rollouts: its weights are the present ones."""
         newest = self.state.newest
@@ -132,7 +148,8 @@ class CheckpointSaver:
                     "must be the same one on all nodes"
                 )
             identity = {"format": FORMAT, "run_id": self.state.run_id, "role": role, "rollout_id": rollout_id}
-            write_atomically(partial / IDENTITY_FILE, json_bytes(identity))
+            home = {"run_folder": os.path.realpath(self.plan.run_folder)}
+            write_atomically(partial / IDENTITY_FILE, json_bytes(identity | home))
             publish_folder(partial, final)
             listed[role] = path_in(self.plan.run_folder, final)
         return listed
@@ -162,16 +179,20 @@ class CheckpointSaver:
         )
 
     def _sweep(self, before: RunState) -> None:
-        """Delete what is listed no more, and what a killed run has left half done. Best effort."""
+        """Delete what is listed no more, and what a killed run has left half done, never what another run has written. Best effort.
+
+        The actor's come last: they tell which runs this folder has had (`replaced_runs`).
+        """
         run, state = self.plan.run_folder, self.state
-        listed = {os.path.realpath(run / path) for one in state.checkpoints for path in one.paths}
+        own, listed = Ownership(run, self.plan.replaced_runs | {state.run_id}), state.real_paths(run)
+        folders = reversed(list(self.plan.folders.values()))
         found = (
+            *(path for folder in folders for path in folder.iterdir() if is_iteration(path.name)),
             *(run / path for one in before.checkpoints for path in one.paths),
-            *(path for folder in self.plan.folders.values() for path in folder.iterdir() if is_iteration(path.name)),
             *(path for path in (run / STATE_FOLDER).iterdir() if is_state_file(path.name)),
         )
         for path in found:
-            if os.path.realpath(path) not in listed:
+            if os.path.realpath(path) not in listed and (not is_iteration(path.name) or own.owns(path)):
                 _remove(path)
 
     @contextmanager
@@ -180,6 +201,7 @@ class CheckpointSaver:
         try:
             yield
         except (CheckpointError, OSError) as error:
+            self._let_ranks_finish()
             run = self.plan.run_folder
             self.state = RunState.read(run) or self.state  # the list may have been replaced before what failed
             if self._with_weights_of(rollout_id) is None:
@@ -195,14 +217,49 @@ class CheckpointSaver:
             cause = error if isinstance(error, CheckpointError) else f"{error.filename or run}: {error.strerror or error}"
             raise CheckpointError(f"the checkpoint after {rollout_id} rollouts could not be saved: {cause}. {left}") from error
 
+    def _let_ranks_finish(self) -> None:
+        """No rank writes any more when this returns, also where the save of one role has failed while that of another goes on."""
+        for role in self.plan.folders:
+            try:
+                self._groups[role].finish_save()
+            except SlimePpoError as error:  # the first failure is the one to tell
+                _log.warning("%s", error)
 
-def save_between(saver: CheckpointSaver | None, stop: StopRequest, progress: Progress, *, last: bool, in_background: bool) -> None:
+
+def save_between(
+    saver: CheckpointSaver | None, stop: StopRequest, progress: Progress, *, last: bool, in_background: bool, clock: RunClock
+) -> None:
     """The checkpoint that is due between two rollouts; the last one, and one on request, is on disk when this returns. Raises
     Preempted when the run was asked to end, unless it is over."""
     if saver is not None and (last or saver.is_due(progress.rollout_id)):
-        saver.save(progress, in_background=in_background and not (last or stop.requested))
+        with clock.phase("save"):
+            saver.save(progress, in_background=in_background and not (last or stop.requested))
     if not last:
         stop.check()
+
+
+@contextmanager
+def saved_at_end(saver: CheckpointSaver | None, progress: Progress, *, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Whatever ends the loop inside, what can be saved is.
+
+    On Preempted the present state, after `before`. On another error or signal a checkpoint whose files are written in the
+    background: it is waited for, and counts. Between its begin and the loop's next `publish` no rank trains, so they answer. Not so
+    when one has died or hangs (ParallelError), or was cut off in the middle of a command: then, and when the signal hits a save
+    itself, what is half done stays, listed nowhere, until the next save in the folder removes it.
+    """
+    try:
+        yield
+    except Preempted:
+        before()
+        if saver is not None:
+            saver.save(progress)
+        raise
+    except ParallelError:
+        raise
+    except (Exception, Interrupted):
+        if saver is not None:
+            saver.publish_before_end()
+        raise
 
 
 def _remove(path: Path) -> None:

@@ -13,10 +13,10 @@ from slime_ppo.config.root import Config
 from slime_ppo.data.examples import example_batch
 from slime_ppo.data.source import DataSource
 from slime_ppo.errors import NumericsError
-from slime_ppo.orchestration.interrupts import Preempted, StopRequest
+from slime_ppo.orchestration.interrupts import StopRequest
 from slime_ppo.orchestration.protocols import TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
-from slime_ppo.saver import CheckpointSaver, save_between
+from slime_ppo.saver import CheckpointSaver, save_between, saved_at_end
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
 from slime_ppo.tracking.rollout_metrics import is_skipped, training_metrics
@@ -56,14 +56,11 @@ class SftTrainer:
         """All batches that are left, then the final weights. Raises Preempted when the run was asked to end and has saved."""
         parts, background = self.parts, self.config.checkpoint.async_save
         parts.turns.take("actor")
-        try:
+        with saved_at_end(parts.saver, self.progress):
             for batch_id in range(self.progress.rollout_id, self.config.run.num_rollout):
                 self.iterate(batch_id)
-                save_between(parts.saver, parts.stop, self.progress, last=self._is_last(batch_id), in_background=background)
-        except Preempted:
-            if parts.saver is not None:
-                parts.saver.save(self.progress)
-            raise
+                last = self._is_last(batch_id)
+                save_between(parts.saver, parts.stop, self.progress, last=last, in_background=background, clock=parts.clock)
         if self.config.model.save_hf:
             parts.actor.save_hf(self.config.role("actor").save_folder)
 
@@ -73,7 +70,8 @@ class SftTrainer:
         clock.start_rollout(batch_id)
         metrics = self.evaluate(batch_id) if self._evaluation_due(batch_id) else {}
         if parts.saver is not None:
-            parts.saver.publish()
+            with clock.phase("save"):
+                parts.saver.publish()
         batch = example_batch(batch_id, parts.examples.next_prompts(self.config.batch.global_batch_size))
         plan = StepPlan(batch_id, (Step(0, 0, rows=np.arange(batch.num_samples)),))
         with clock.phase("actor train"):
@@ -109,7 +107,7 @@ class SftTrainer:
             "rollout/response_len/max": float(batch.response_lens.max()),
             "rollout/num_samples": float(batch.num_samples),
         }
-        phases = parts.clock.phases()
+        phases = parts.clock.end_rollout()
         metrics |= phase_metrics(phases, float(batch.total_lens.sum()))
         parts.tracker.log(RolloutRecord(batch.rollout_id, metrics, (), phases))
 

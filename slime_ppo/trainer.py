@@ -23,14 +23,14 @@ from slime_ppo.data.schedule import make_step_plan
 from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.errors import NumericsError, RewardError, RolloutError
 from slime_ppo.evaluation import Evaluation
-from slime_ppo.orchestration.interrupts import Preempted, StopRequest
+from slime_ppo.orchestration.interrupts import StopRequest
 from slime_ppo.orchestration.protocols import BatchHandle, SideBySide, TrainGroup
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.parallel.cp_map import CpMap
 from slime_ppo.ppo_utils.lr_schedule import learning_rate
 from slime_ppo.rollout.dump import DumpWriter, TrainingDump
 from slime_ppo.rollout_source import RolloutSource
-from slime_ppo.saver import CheckpointSaver, save_between
+from slime_ppo.saver import CheckpointSaver, save_between, saved_at_end
 from slime_ppo.tracking.base import RolloutRecord, Tracker
 from slime_ppo.tracking.clock import RunClock, phase_metrics
 from slime_ppo.tracking.gap_dump import dump_tokens, worst_tokens
@@ -85,20 +85,12 @@ class PpoTrainer:
     def run(self) -> None:
         """All iterations that are left, then the final weights. Raises Preempted when the run was asked to end and has saved."""
         self.parts.rollouts.connect()
-        try:
+        parts, background = self.parts, self.config.checkpoint.async_save
+        with saved_at_end(parts.saver, self.progress, before=self._abort_generation):
             for rollout_id in range(self.progress.rollout_id, self.config.run.num_rollout):
                 self.iterate(rollout_id)
-                last, background = rollout_id == self.config.run.num_rollout - 1, self.config.checkpoint.async_save
-                save_between(self.parts.saver, self.parts.stop, self.progress, last=last, in_background=background)
-        except Preempted:
-            self._abort_generation()
-            if self.parts.saver is not None:
-                self.parts.saver.save(self.progress)
-            raise
-        except (RewardError, RolloutError):  # the ranks are well: what they have written in the background counts
-            if self.parts.saver is not None:
-                self.parts.saver.publish()
-            raise
+                last = rollout_id == self.config.run.num_rollout - 1
+                save_between(parts.saver, parts.stop, self.progress, last=last, in_background=background, clock=parts.clock)
         if self.config.model.save_hf:
             self.save_hf()
 
@@ -119,7 +111,8 @@ class PpoTrainer:
             metrics = self.evaluate(rollout_id) if self._evaluation_due(rollout_id) else {}
             samples = self.progress.samples or self.collect(rollout_id)
         if parts.saver is not None:
-            parts.saver.publish()
+            with clock.phase("save"):
+                parts.saver.publish()
         batch = RolloutBatch.from_samples(rollout_id, samples)
         plan = self._plan(batch)
         metrics |= self._over_cap(batch)
@@ -337,7 +330,7 @@ class PpoTrainer:
             batch = parts.actor.fetch(handle).select(range(len(shown)))
             parts.tracker.log_table(rollout_id, training_records(shown, batch, parts.tokenizer.token_strings))
         phrases = common_phrases([sample.response_text for sample in samples])
-        phases = parts.clock.phases()
+        phases = parts.clock.end_rollout()
         num_tokens = sum(len(s.prompt.token_ids) + len(s.response_ids) for s in samples)
         records = step_records(rollout_id * self.config.steps_per_rollout, *steps, metrics=metrics)
         metrics = metrics | phase_metrics(phases, num_tokens)

@@ -93,7 +93,7 @@ class Trainer:
         self._group.leave()
 
     def publish_hf(self, folder: str) -> None:
-        writer = HfWriter(folder, source_folder=self._folder, config_changes={})
+        writer = HfWriter(folder, source_folder=self._folder, config_changes={}, durable=False)
         for part in _parts(self._tensors, self._bucket_bytes):
             writer.write(part)
         writer.publish()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_ppo.conversion.console import progress_bar, run_tool, tool_parser
+from slime_ppo.errors import SlimePpoError
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +132,11 @@ def _prompt_ids(model: "OpenedModel", prompt: str) -> tuple[list[int], str]:
     if file.is_file():
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(file)).encode(prompt).ids, repr(prompt)
+        ids = Tokenizer.from_file(str(file)).encode(prompt).ids
+        if not ids or max(ids) >= model.table.shape.vocab_size:
+            what = f"token {max(ids)} of a vocabulary of {model.table.shape.vocab_size}" if ids else "no tokens"
+            raise SlimePpoError(f"--prompt {prompt!r} is {what} by {file}: give another one, or compare weights with --no-logits")
+        return ids, repr(prompt)
     count = min(32, model.table.shape.vocab_size)
     return list(range(count)), f"the token ids 0 to {count - 1} ({model.config_folder} has no tokenizer.json)"
 

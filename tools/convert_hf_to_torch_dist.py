@@ -16,6 +16,7 @@ from slime_ppo.errors import SlimePpoError
 
 EXAMPLE = """example:
   python tools/convert_hf_to_torch_dist.py /models/Qwen3-4B /checkpoints/qwen3-4b --dtype bfloat16"""
+MAX_DIVISOR = 1 << 20
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    if args.make_vocab_size_divisible_by < 1:
-        raise SlimePpoError(f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by}: expected 1 or more")
+    if not 1 <= args.make_vocab_size_divisible_by <= MAX_DIVISOR:
+        raise SlimePpoError(f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by}: expected 1 to {MAX_DIVISOR:,}")
     require_empty(args.out, force=args.force)
     import torch  # after the arguments are known to be right
 
@@ -60,6 +61,7 @@ def _convert(args: argparse.Namespace) -> int:
         f"{args.source}: {plan.table.shape.model_type} {kind}, {plan.num_tensors} Megatron tensors, {size_words(plan.num_bytes)} "
         "to write"
     )
+    plan.check_output(args.out)
     if args.dry_run:
         print(f"dry run: nothing written to {args.out}")
         return 0

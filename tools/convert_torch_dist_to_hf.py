@@ -60,6 +60,7 @@ def _convert(args: argparse.Namespace) -> int:
         f"{plan.weights.reader.folder}: {plan.table.shape.model_type} {kind}, {plan.num_tensors} Hugging Face tensors, "
         f"{size_words(plan.num_bytes)} in {len(plan.files)} file{'s' if len(plan.files) > 1 else ''} to write"
     )
+    plan.check_output(args.out)
     if args.dry_run:
         print(f"dry run: nothing written to {args.out}")
         return 0

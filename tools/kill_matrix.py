@@ -127,7 +127,7 @@ MOMENTS = (
     Moment("in the actor's training, second optimizer step", "slime_ppo.backends.megatron.host_adam:HostAdam.step", call=14),
     Moment("in weight sync", "slime_ppo.rollout.embedded.engine:EmbeddedEngine.load_bucket", call=4),
     Moment("after the training, before it is in metrics.jsonl", "slime_ppo.tracking.jsonl:record_line", call=4),
-    Moment("in the actor's file", "slime_ppo.backends.megatron.torch_dist_io:_on_host", call=120 + 124 + 60),
+    Moment("in the actor's file", "slime_ppo.conversion.torch_dist_write:_on_host", call=120 + 124 + 60),
     Moment("between actor and critic", f"{RANK}.save_checkpoint", call=2, condition=role("critic")),
     Moment(
         "before the critic's table of contents",

@@ -7,8 +7,9 @@ python tools/plan_memory.py --hf-checkpoint models/Qwen3-4B/config.json --num-gp
 
 Every flag of scripts/train_ppo.py works, with its defaults: the batch, the lengths, recomputation and the layout are the run's.
 Of the model its config.json is read; weights, prompts and devices are not needed. Without --num-gpus the numbers are those of
---dry-run for the layout that is given. With it every tensor x pipeline x context x expert x data-parallel layout of the actor and a
-critic like it is tried. Parameters, gradients and optimizer are exact, activations and logits rough.
+--dry-run for the layout that is given. With it every tensor x pipeline x context x expert x data-parallel layout of the actor is
+tried, with the critic as --critic-... flags lay it out, or without those in the cheapest layout that fits beside it. Parameters,
+gradients and optimizer are exact, activations and logits rough.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from slime_ppo.config.cli import parse_config
 from slime_ppo.config.device_peak import DevicePlan
 from slime_ppo.config.dry_run import aligned, memory_text, size_text
-from slime_ppo.config.layout_search import Candidate, candidates
+from slime_ppo.config.layout_search import Candidate, candidates, layout_cost
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.resident_memory import num_params
 from slime_ppo.config.roles import RoleName
@@ -44,11 +45,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if given.gpu_memory_gb is None:
             raise ConfigError("--num-gpus needs --gpu-memory-gb, the memory of each of them")
-        found = list(candidates(config, shapes, num_gpus=given.num_gpus, gpus_per_node=given.gpus_per_node))
+        room = round((given.gpu_memory_gb - given.reserve_gb) * _GIB)
+        found = candidates(config, shapes, num_gpus=given.num_gpus, gpus_per_node=given.gpus_per_node, room=room)
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    room = round((given.gpu_memory_gb - given.reserve_gb) * _GIB)
     fitting = [one for one in found if one.plan is not None and one.plan.peak <= room]
     ranks_per_node = min(given.num_gpus, given.gpus_per_node)
     print(search_text(config, shapes, found, room=room, ranks_per_node=ranks_per_node, shows_all=given.all), end="")
@@ -65,9 +66,9 @@ def search_text(
     shows_all: bool,
 ) -> str:
     """Layouts that fit into `room` bytes a device, the cheapest first, and why the others do not."""
-    planned = [(one.layout, one.plan) for one in found if one.plan is not None]
-    fitting = sorted(((lay, plan) for lay, plan in planned if plan.peak <= room), key=lambda one: (_cost(one[0]), one[1].peak))
-    larger = sorted(((lay, plan) for lay, plan in planned if plan.peak > room), key=lambda one: one[1].peak)
+    planned = [(one, one.plan) for one in found if one.plan is not None]
+    fitting = sorted((row for row in planned if row[1].peak <= room), key=lambda row: (layout_cost(row[0].layout), row[1].peak))
+    larger = sorted((row for row in planned if row[1].peak > room), key=lambda row: row[1].peak)
     parts = [_run_text(config, shapes)]
     head = f"{len(fitting)} of {len(found)} layouts fit into {size_text(room)} a GPU"
     order = "; those that send least between GPUs come first, then those with most room" if len(fitting) > 1 else ""
@@ -85,21 +86,19 @@ def search_text(
     return "\n".join(parts)
 
 
-def _cost(layout: ParallelLayout) -> tuple[int, ...]:
-    """Ranks that work on one sample, all of which send each other activations; of them pipeline stages idle as well."""
-    return layout.tp_size * layout.cp_size * layout.pp_size, layout.pp_size, layout.ep_size * layout.etp_size, layout.tp_size
-
-
-def _table(rows: Sequence[tuple[ParallelLayout, DevicePlan]], room: int, ranks_per_node: int) -> str:
+def _table(rows: Sequence[tuple[Candidate, DevicePlan]], room: int, ranks_per_node: int) -> str:
     roles = list(rows[0][1].roles)
-    splits = list(_sizes(rows[0][0], has_experts=any(lay.ep_size > 1 for lay, _ in rows)))
-    cells = [(*splits, *roles, "rollout", "device", "room", "host/node", "fullest when")]
-    for lay, plan in rows:
-        sizes = _sizes(lay, has_experts="EP" in splits).values()
+    has_experts = any(one.layout.ep_size > 1 for one, _ in rows)
+    own_critic = ["critic at"] if any(one.critic is not None for one, _ in rows) else []
+    cells = [(*_sizes(rows[0][0].layout, has_experts=has_experts), *own_critic, *roles, "rollout", "device", "room", "host/node",
+              "fullest when")]  # fmt: skip
+    for one, plan in rows:
+        sizes = _sizes(one.layout, has_experts=has_experts).values()
+        critic = [_name(one.critic or one.layout)] if own_critic else []
         totals = [plan.roles[role].total for role in roles] + [plan.engine, plan.peak]
         left, host = room - plan.peak, plan.host * ranks_per_node
         numbers = [*map(size_text, totals), f"{left / _GIB:+.1f} GiB", size_text(host)]
-        cells.append((*map(str, sizes), *numbers, _largest(plan)))
+        cells.append((*map(str, sizes), *critic, *numbers, _largest(plan)))
     return aligned(cells)
 
 

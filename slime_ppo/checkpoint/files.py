@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from slime_ppo.disk import flush
 from slime_ppo.errors import CheckpointError
 
 
@@ -19,25 +20,16 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    flush_folder(path.parent)
+    flush(path.parent)
 
 
 def publish_folder(partial: Path, final: Path) -> None:
     """Give a folder that is whole its name. What already has that name, and by the caller's word counts for nothing, goes."""
-    flush_folder(partial)
+    flush(partial)
     if final.exists():
         shutil.rmtree(final)
     os.rename(partial, final)
-    flush_folder(final.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Put the names in a folder on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(final.parent)
 
 
 def json_bytes(content: Mapping[str, object]) -> bytes:

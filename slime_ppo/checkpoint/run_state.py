@@ -55,6 +55,10 @@ class RunState:
         """Without the checkpoints of later rollouts."""
         return replace(self, checkpoints=tuple(one for one in self.checkpoints if one.rollout_id <= rollout_id))
 
+    def real_paths(self, run_folder: Path) -> set[str]:
+        """Where everything lies that they hold."""
+        return {os.path.realpath(run_folder / path) for one in self.checkpoints for path in one.paths}
+
     def write(self, run_folder: Path) -> None:
         """Publish: from now on these checkpoints count, and no others."""
         entries = [asdict(one) for one in self.checkpoints]

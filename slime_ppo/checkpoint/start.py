@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slime_ppo.checkpoint.buffer import read_samples
 from slime_ppo.checkpoint.files import read_json, size_problems
-from slime_ppo.checkpoint.layout import IDENTITY_FILE, iteration_number, role_folders
+from slime_ppo.checkpoint.layout import IDENTITY_FILE, role_folders
+from slime_ppo.checkpoint.ownership import Ownership, owner_text, whole_checkpoints, writers
 from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import Checkpoint, RunState, SavedState
 from slime_ppo.config.fields import shown
@@ -68,7 +69,8 @@ class StartPoint:
             return self.text
         roles = " and ".join(reports)
         reseeded = [role for role, report in reports.items() if not report.restored_rng]
-        states = f"; new random states for the ranks of the {' and '.join(reseeded)}, whose layout is another" if reseeded else ""
+        new = f"; new random states for the ranks of the {' and '.join(reseeded)}, whose layout or kind of device is another"
+        states = new if reseeded else ""
         progress = self.progress
         kl = f", KL coefficient {progress.kl.beta:g}" if self.config.objective == "ppo" else ""
         waiting = f", {len(progress.samples)} samples that wait for their training" if progress.samples else ""
@@ -265,22 +267,36 @@ def _refuse_as_save(in_place: bool, folder: Path, kind: str) -> None:
         raise ConfigError(f"--load {folder} is {kind}, and --save is the same: the run would write into it. Give another --save")
 
 
+def replaced_runs(config: Config) -> frozenset[str]:
+    """The runs of --save that this one goes on with, or gives up by --overwrite. What a killed one has left in its folder, and
+    nothing lists, is theirs, too."""
+    if not (config.run.overwrite or loads_own_folder(config)):
+        return frozenset()
+    folders, run = role_folders(config), Path(config.run.save)
+    inside = [folder for folder in folders.values() if Path(os.path.realpath(run)) in Path(os.path.realpath(folder)).parents]
+    return writers(folders["actor"]).union(*(writers(folder, home=run) for folder in inside))
+
+
 def check_role_folders_free(config: Config, run_state: RunState) -> None:
-    """Refuse folders that hold checkpoints of another run: they would be deleted one day. Raises ConfigError."""
-    if config.run.overwrite:
-        return
-    folders, own_runs = role_folders(config), {run_state.run_id}
-    if loads_own_folder(config):  # what a killed run has left in its own folder, and nothing lists, is no other run's
-        _check_list_is_not_lost(config, run_state, _iterations(folders["actor"]))
-        own_runs |= set(filter(None, map(_run_id, _iterations(folders["actor"]))))
-    listed = {os.path.realpath(Path(config.run.save) / path) for one in run_state.checkpoints for path in one.paths}
+    """Refuse folders that hold checkpoints of another run: they would be deleted one day. --overwrite gives up what --save holds,
+    and never what another run saves in --critic-save. Raises ConfigError."""
+    folders, own = role_folders(config), Ownership(Path(config.run.save), replaced_runs(config) | {run_state.run_id})
+    if loads_own_folder(config) and not config.run.overwrite:
+        _check_list_is_not_lost(config, run_state, whole_checkpoints(folders["actor"]))
+    listed = run_state.real_paths(Path(config.run.save))
     for role, folder in folders.items():
-        unlisted = (one for one in _iterations(folder) if os.path.realpath(one) not in listed)
-        foreign = [one.name for one in unlisted if _run_id(one) not in own_runs]
+        if role == "actor" and config.run.overwrite:
+            continue
+        unlisted = (one for one in whole_checkpoints(folder) if os.path.realpath(one) not in listed)
+        foreign = [one for one in unlisted if not own.owns(one)]
         if foreign:
+            again = replace(config, run=replace(config.run, overwrite=True))
+            replaceable = replace(own, runs=own.runs | replaced_runs(again))
+            by_overwrite = role == "actor" or all(map(replaceable.owns, foreign))
             raise ConfigError(
-                f"{folder} already holds checkpoints ({', '.join(foreign[:3])}), which are not of this run's {role}. Choose "
-                "another folder, or say --overwrite"
+                f"{folder} already holds checkpoints ({', '.join(one.name for one in foreign[:3])}) of {owner_text(foreign[0])}, "
+                f"not of this run's {role}. Choose another folder, or "
+                + ("say --overwrite" if by_overwrite else "move them away: --overwrite speaks of --save only")
             )
 
 
@@ -292,17 +308,3 @@ def _check_list_is_not_lost(config: Config, run_state: RunState, left: list[Path
             f"{', '.join(one.name for one in left[:3])}: the run would begin anew and delete them. Bring the file back, take the "
             f"weights alone by --load {left[-1]} into another --save, or say --overwrite"
         )
-
-
-def _iterations(folder: Path) -> list[Path]:
-    """Folders of whole checkpoints, by name."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return [folder / name for name in names if iteration_number(name) is not None]
-
-
-def _run_id(iteration: Path) -> str | None:
-    """The run that has saved a checkpoint; None when it does not say."""
-    try:
-        return str(read_json(iteration / IDENTITY_FILE)["run_id"])
-    except (CheckpointError, KeyError):
-        return None

@@ -21,6 +21,7 @@ _SERVER_PREFIX = "--sglang-"
 _SERVER_ARGS = "sglang.server_args"
 _SERVER_EPILOG = "--sglang-name value, for a name that is none of ours, goes to SGLang's servers as --name value. "
 _GLOBAL_FLAGS = ("--config", "--print-config", "--dry-run", "--help")
+_DRY_RUN_HELP = "read and check all files, print batch plan, placement, memory estimate and where the run would start, and exit"
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _parser(line: CommandLine) -> argparse.ArgumentParser:
         "--config", action="append", nargs="+", metavar="YAML", help="config files; a later one wins over an earlier"
     )
     whole.add_argument("--print-config", action="store_true", help="print every value and where it came from, and exit")
-    whole.add_argument("--dry-run", action="store_true", help="print batch plan, placement and memory estimate, and exit")
+    whole.add_argument("--dry-run", action="store_true", help=_DRY_RUN_HELP)
     for section, declared in line.sections.items():
         group = parser.add_argument_group(section, description=(declared.__doc__ or "").splitlines()[0])
         for spec in (spec for spec in line.options if spec.section == section):

@@ -16,8 +16,8 @@ class DataConfig:
     """Which prompts are drawn, and what happens to unusable ones."""
 
     prompt_data: str = option(
-        help="prompt file: JSON Lines (one object a line), or parquet where the name ends in .parquet; some of its rows, counted "
-        "from 0, as path@[start:end]",
+        help="prompt file: JSON Lines (one object a line), or parquet where the name ends in .parquet; or a folder of shards of "
+        "either; some of the rows, counted from 0, as path@[start:end]",
         unit="file",
     )
     input_key: str = option(

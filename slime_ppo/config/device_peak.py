@@ -31,7 +31,12 @@ class DevicePlan:
 def device_plan(config: Config, shapes: Mapping[RoleName, ModelShape]) -> DevicePlan:
     """`shapes` of the actor, from which the engine starts, and of every other role in `config.roles`."""
     roles = {role: role_memory(config, shapes[role], role) for role in config.roles}
-    weights, cache = _engine_needs(config, shapes["actor"])
+    return plan_of_roles(config, roles, engine_needs(config, shapes["actor"]))
+
+
+def plan_of_roles(config: Config, roles: Mapping[RoleName, MemoryEstimate], engine: tuple[int, int]) -> DevicePlan:
+    """The plan from the parts: `engine` as `engine_needs`."""
+    weights, cache = engine
     phases = {f"{role} trains": one.total for role, one in roles.items()}
     if roles and config.cluster.colocate and not config.offloads:
         stays = weights + cache + sum(one.resident.total for one in roles.values())
@@ -44,7 +49,7 @@ def device_plan(config: Config, shapes: Mapping[RoleName, ModelShape]) -> Device
     return DevicePlan(roles, weights + cache, phases[phase], phase)
 
 
-def _engine_needs(config: Config, shape: ModelShape) -> tuple[int, int]:
+def engine_needs(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Weights and the least KV cache of a process of the engine; nothing on our devices where others run the servers."""
     embedded = config.rollout.engine == "embedded"
     if not config.generates or not (embedded or config.engine_bundles):

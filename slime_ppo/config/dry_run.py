@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: batch plan, placement, memory estimate. No device is touched."""
+"""What `--dry-run` prints: batch plan, placement, memory estimate, where the run starts. No device is touched."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,23 @@ _MEMORY_COLUMNS = ("params", "grads", "main params", "moments", "activations", "
 
 
 def dry_run_report(
-    config: Config, shape: ModelShape, *, critic_shape: ModelShape | None = None, launcher: LauncherName = "ray"
+    config: Config,
+    shape: ModelShape,
+    *,
+    critic_shape: ModelShape | None = None,
+    launcher: LauncherName = "ray",
+    start: Sequence[str] = (),
 ) -> str:
-    """The text of `--dry-run`; `critic_shape` only where the critic starts from another model."""
+    """The text of `--dry-run`; `critic_shape` only where the critic starts from another model. `start` are lines that say where
+    the run would start, from what its files hold."""
     shapes: dict[RoleName, ModelShape] = {"actor": shape, "critic": critic_shape or shape}
     parts = [
         "Batch plan\n" + _indented(batch_plan_text(config)),
         "Placement\n" + _indented(placement_text(config, launcher)),
         "Memory per rank (activations and logits are rough)\n" + _indented(memory_text(config, shapes)),
     ]
+    if start:
+        parts.append("Start\n" + _indented("\n".join(start)))
     warnings = config_warnings(config)
     if warnings:
         parts.append("Warnings\n" + _indented("\n".join(warnings) + "\n"))

@@ -10,7 +10,7 @@ ONE_SET = "heldout"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # eval/<name> would be another data set's metric
-_SUFFIXES = ("_response_len", "_truncated_ratio")
+_SUFFIXES = ("_response_len", "_truncated_ratio", "_num_reward_timeouts")
 _LIST = "several data sets are written name=path,name2=path2"
 
 

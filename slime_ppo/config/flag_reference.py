@@ -25,7 +25,8 @@ critic:
   the table says so.
 - Paths, also those in a YAML file, are relative to the current directory.
 - An unknown key or flag, a key in the wrong section and a value of the wrong type end the command with exit code 2.
-- `--print-config` prints every value and where it came from; `--dry-run` prints batch plan, placement and a memory estimate.
+- `--print-config` prints every value and where it came from; `--dry-run` reads and checks all files, and prints batch plan,
+  placement, a memory estimate and where the run would start.
 
 Beside this file are `quickstart_cpu.yaml`, which `make quickstart` runs, and recipes for GPUs, which `scripts/run_RECIPE.sh`
 submits to a Ray cluster; what each of them needs stands at its head.

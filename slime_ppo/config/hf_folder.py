@@ -55,15 +55,31 @@ def _is_exported(entry: os.DirEntry[str]) -> bool:
     return known and entry.is_file(follow_symlinks=False)
 
 
+def find_weights_index(folder: Path) -> Path | None:
+    """The index of the weights files of `folder`; None where all weights are in the one file that needs none.
+
+    Raises CheckpointError where there is neither, and where there are both but the index knows nothing of the file: transformers
+    would take the file, others the index.
+    """
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    if not index.is_file():
+        if single.is_file():
+            return None
+        others = sorted(path.name for path in folder.glob("pytorch_model*") if path.suffix in (".bin", ".json"))
+        found = f" ({', '.join(others[:3])} is not read: save it again with safetensors, by transformers' save_pretrained)"
+        raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{found if others else ''}: {_AGAIN}")
+    if single.is_file() and SINGLE_FILE not in read_weight_map(index).values():
+        raise CheckpointError(f"{folder} holds {SINGLE_FILE}, and a {INDEX_FILE} of other files: remove what is not the model")
+    return index
+
+
 def check_weight_files(folder: Path) -> None:
     """Every weights file of `folder` is there and as long as its header says. Headers only are read.
 
     Raises CheckpointError naming the file.
     """
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
-            raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: {_AGAIN}")
+    index = find_weights_index(folder)
+    if index is None:
         _read_header(folder / SINGLE_FILE)
         return
     weight_map = read_weight_map(index)
@@ -81,16 +97,20 @@ class TensorEntry:
     file: str
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
 
 
 def read_tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     """Every tensor of `folder` by name. Headers only are read. Raises CheckpointError as `check_weight_files` does."""
     check_weight_files(folder)
-    index = folder / INDEX_FILE
-    homes = read_weight_map(index) if index.is_file() else dict.fromkeys(_read_header(folder / SINGLE_FILE), SINGLE_FILE)
+    index = find_weights_index(folder)
+    homes = dict.fromkeys(_read_header(folder / SINGLE_FILE), SINGLE_FILE) if index is None else read_weight_map(index)
     headers = {file: _read_header(folder / file) for file in set(homes.values())}
     found = {name: (file, headers[file][name]) for name, file in homes.items() if name != "__metadata__"}
-    return {name: TensorEntry(file, entry["dtype"], tuple(entry["shape"])) for name, (file, entry) in found.items()}
+    return {
+        name: TensorEntry(file, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, (file, entry) in found.items()
+    }
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -100,9 +120,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
         files = sorted({str(file) for file in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({type(error).__name__}: {error}): {_AGAIN}") from error
-    for file in files:
-        if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index} names {file}, which is not in {index.parent}: {_AGAIN}")
+    absent = [file for file in files if not (index.parent / file).is_file()]
+    if absent:
+        verb = "is" if len(absent) == 1 else "are"
+        raise CheckpointError(f"{index} names {', '.join(absent)}, which {verb} not in {index.parent}: {_AGAIN}")
     return {str(name): str(file) for name, file in weight_map.items()}
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import yaml
+
 from slime_ppo.config.checks import check_model_shape
 from slime_ppo.config.critic_start import CriticStart
 from slime_ppo.config.data import DataConfig
@@ -13,13 +15,15 @@ from slime_ppo.config.debug import rollout_file
 from slime_ppo.config.debug_checks import check_rollout_files_free
 from slime_ppo.config.hf_folder import check_replaceable, check_weight_files, staging_folders
 from slime_ppo.config.model_shape import ModelShape
+from slime_ppo.config.prompt_files import prompt_files
 from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import CheckpointError, ConfigError
+from slime_ppo.errors import CheckpointError, ConfigError, DataError
 
 METRICS_FILE = "metrics.jsonl"
 RUN_STATE_FILE = "run_state.json"
+CONFIG_FILE = "config.yaml"
 # folders in the run folder that are written during training
 _RUN_FOLDERS = ("logs", "tensorboard", "wandb", "actor", "rollout")
 # end tokens belong to generation, not to the weights
@@ -142,12 +146,16 @@ def _listing(names: list[str]) -> str:
 
 
 def _check_prompt_file(flag: str, path: str) -> None:
-    file = PromptPath.parse(path).file
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"{flag} {path}: {_no_file(file)}, expected a JSON Lines file with one prompt a line, or a parquet file. Paths are "
-            "relative to the current directory"
-        )
+    try:
+        files = prompt_files(PromptPath.parse(path).file, origin=flag)
+    except (DataError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    for file in files:
+        if not os.path.isfile(file):
+            raise ConfigError(
+                f"{flag} {path}: no such file, expected a JSON Lines file with one prompt a line, a parquet file, or a folder of "
+                "either. Paths are relative to the current directory"
+            )
 
 
 def _check_chat_template(data: DataConfig) -> None:
@@ -179,7 +187,8 @@ def _check_folders_apart(config: Config) -> None:
     for flag, folder in own.items():
         _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
     for flag, folder in replaced.items() if config.model.save_hf else ():
-        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite or _goes_on(config))
+        may_be_ours = _holds(run, folder) or _saves_critics_again(config)
+        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite or _goes_on(config), own=may_be_ours)
 
 
 def _critic_folder(folder: str, taken: Iterable[str]) -> str:
@@ -220,14 +229,25 @@ def _check_not_above(flag: str, folder: str, kept: Mapping[str, str]) -> None:
             )
 
 
-def _check_replaced_folder(flag: str, folder: Path, *, overwrite: bool) -> None:
+def _check_replaced_folder(flag: str, folder: Path, *, overwrite: bool, own: bool) -> None:
+    """`overwrite`: what the run in --save has saved may be replaced; `own` False: this folder may be another run's."""
     try:
         for one in (folder, *staging_folders(folder)):
             check_replaceable(one)
     except CheckpointError as error:
         raise ConfigError(f"{flag}: {error}") from error
-    if folder.exists() and os.listdir(folder) and not overwrite:
-        raise ConfigError(f"{flag} {folder}: already holds saved weights. Choose another folder, or say --overwrite")
+    if folder.exists() and os.listdir(folder) and not (overwrite and own):
+        advice = "say --overwrite" if own else "move them away: --save holds no run that has saved its critic there"
+        raise ConfigError(f"{flag} {folder}: already holds saved weights. Choose another folder, or {advice}")
+
+
+def _saves_critics_again(config: Config) -> bool:
+    """Whether the run that --save holds has its critic in the same folder, as its config says."""
+    try:
+        saved = yaml.safe_load((Path(config.run.save) / CONFIG_FILE).read_text(encoding="utf-8"))["critic"]["save"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return False
+    return isinstance(saved, str) and os.path.realpath(saved) == os.path.realpath(config.role("critic").checkpoint_folder)
 
 
 def _holds(folder: str, path: str) -> bool:

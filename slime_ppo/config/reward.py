@@ -62,6 +62,20 @@ class RewardConfig:
         "error", help="a sample without a finite reward or without a response: stop and name it, or drop and count it"
     )
 
+    on_reward_timeout: Literal["error", "drop", "zero"] | None = option(
+        None,
+        help="a sample whose reward alone takes longer than --reward-timeout-s: stop and name it, drop and count it, or give it "
+        "the reward 0 and count it",
+        default_text="zero with --rm-type math, otherwise as --on-bad-sample",
+    )
+
+    @property
+    def timeout_policy(self) -> Literal["error", "drop", "zero"]:
+        """--on-reward-timeout, default resolved: an answer that math-verify cannot settle in time is no right one."""
+        if self.on_reward_timeout is not None:
+            return self.on_reward_timeout
+        return "zero" if self.rm_type == "math" and self.custom_rm_path is None else self.on_bad_sample
+
     @property
     def served_by(self) -> str | None:
         """The built-in reward that asks the server of --rm-url, None when another function scores."""

@@ -312,8 +312,8 @@ _NOT_OF_SFT = frozenset(
 )
 _SFT_HELP = {
     "run.num_rollout": "total number of batches of the run, one optimizer step each",
-    "data.prompt_data": "training file: JSON Lines (one object a line), or parquet where the name ends in .parquet; some of its "
-    "rows, counted from 0, as path@[start:end]",
+    "data.prompt_data": "training file: JSON Lines (one object a line), or parquet where the name ends in .parquet; or a "
+    "folder of shards of either; some of the rows, counted from 0, as path@[start:end]",
 }
 SFT_OPTIONS: tuple[OptionSpec, ...] = tuple(
     replace(spec, help=_SFT_HELP[spec.key]) if spec.key in _SFT_HELP else spec

@@ -23,13 +23,16 @@ def tool_parser(description: str | None, example: str) -> argparse.ArgumentParse
 
 
 def run_tool(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
-    """The exit code: that of `action`, or 2 with one line when its input is bad."""
+    """The exit code: that of `action`, 2 with one line when its input is bad, or 130 after Ctrl-C."""
     arguments = parser.parse_args(argv)
     try:
         return action(arguments)
     except (SlimePpoError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:  # writers remove what is not whole
+        sys.stderr.write("interrupted: an output is there as a whole or not at all, and nothing half-written is left\n")
+        return 130
 
 
 def size_words(num_bytes: int) -> str:

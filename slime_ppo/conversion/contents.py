@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 
 import torch
@@ -55,15 +54,14 @@ def read_contents(path: Path, config_folder: Path | None) -> Contents:
     if path.is_dir() and not is_torch_dist(path) and (path / "config.json").is_file():
         return _hf_contents(path)
     found = find_torch_dist(path)
-    return _torch_dist_contents(TorchDistReader(found.weights), config_folder or found.companion)
+    reader = TorchDistReader(found.weights)
+    reader.check_whole()
+    return _torch_dist_contents(reader, config_folder or found.companion)
 
 
 def _hf_contents(folder: Path) -> Contents:
     table, found = table_of_hf_folder(folder), read_tensor_entries(folder)
-    entries = tuple(
-        TreeEntry(name, one.dtype, one.shape, prod(one.shape) * (DTYPES[one.dtype].itemsize if one.dtype in DTYPES else 0))
-        for name, one in found.items()
-    )
+    entries = tuple(TreeEntry(name, one.dtype, one.shape, one.num_bytes) for name, one in found.items())
     problems = tuple(hf_problems(table, found))
     return Contents(folder, "Hugging Face", table, entries, (), 0, problems, HfWeights(folder).__getitem__)
 

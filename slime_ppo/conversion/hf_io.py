@@ -15,11 +15,13 @@ from slime_ppo.config.hf_folder import (
     INDEX_FILE,
     SINGLE_FILE,
     check_replaceable,
+    find_weights_index,
     part_file,
     read_weight_map,
     staging_folders,
 )
 from slime_ppo.conversion.safetensors_stream import PlannedTensor, write_safetensors
+from slime_ppo.disk import flush, flush_tree, make_folder, swap_in
 from slime_ppo.errors import CheckpointError
 
 
@@ -34,15 +36,10 @@ class HfWeights(Mapping[str, torch.Tensor]):
         self._file_of = self._find_files()
 
     def _find_files(self) -> dict[str, str]:
-        index = self.folder / INDEX_FILE
-        if index.is_file():
+        index = find_weights_index(self.folder)
+        if index is not None:
             return read_weight_map(index)
         single = self.folder / SINGLE_FILE
-        if not single.is_file():
-            raise CheckpointError(
-                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a local Hugging Face folder "
-                "with safetensors weights"
-            )
         try:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE_FILE)
@@ -52,8 +49,12 @@ class HfWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
-        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        path = self.folder / self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{name} cannot be read from {path} ({error}): download or convert the model again") from error
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -70,21 +71,25 @@ class HfWriter:
     """Writes a HF folder file by file beside its final place, and puts it there by renaming when it is whole.
 
     An export that is there already steps aside and is removed last. Raises CheckpointError, at the start and again at
-    publication, for a target that holds anything else than an export's files.
+    publication, for a target that holds anything else than an export's files. `durable`: all of it is on disk before it gets its
+    name; what an engine reads at once and nobody later need not be.
     """
 
-    def __init__(self, target: str | Path, *, source_folder: str | Path, config_changes: Mapping[str, object]) -> None:
+    def __init__(
+        self, target: str | Path, *, source_folder: str | Path, config_changes: Mapping[str, object], durable: bool = True
+    ) -> None:
         self.target = Path(os.path.realpath(target))  # a link stays, the folder behind it is replaced
         self.partial, self._replaced = staging_folders(self.target)
         self._source = Path(source_folder)
         self._config_changes = config_changes
+        self._durable = durable
         self._weight_map: dict[str, str] = {}
         self._total_bytes = 0
         self._num_files = 0
         check_replaceable(self.target)
         check_replaceable(self._replaced)
         _remove_export(self.partial)
-        self.partial.mkdir(parents=True)
+        make_folder(self.partial) if durable else self.partial.mkdir(parents=True)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add one file with these tensors. Raises CheckpointError or OSError when it can't be written."""
@@ -120,10 +125,13 @@ class HfWriter:
             (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
         write_companions(self.partial, source=self._source, config_changes=self._config_changes)
         check_replaceable(self.target)
+        if self._durable:
+            flush_tree(self.partial)
         if self.target.exists():
             _remove_export(self._replaced)
-            self.target.rename(self._replaced)
-        self.partial.rename(self.target)
+        swap_in(self.partial, self.target, self._replaced)
+        if self._durable:
+            flush(self.target.parent)
         _remove_export(self._replaced)
 
 

@@ -102,7 +102,7 @@ def _latest(path: Path) -> Path:
         inside = [name for name in ("actor", "critic") if (path / name / LATEST_FILE).is_file()]
         hint = f"; this is a run folder: give {' or '.join(str(path / name) for name in inside)}" if inside else ""
         raise CheckpointError(f"{path} holds neither {METADATA_FILE} nor {LATEST_FILE}, so it is no torch_dist checkpoint{hint}")
-    word = mark.read_text(encoding="utf-8").strip()
+    word = mark.read_text(encoding="utf-8", errors="replace").strip()
     weights = path / (iteration_folder(int(word)) if word.isdecimal() else word)
     if not word or not (weights / METADATA_FILE).is_file():
         raise CheckpointError(f"{mark} names {word!r}, but {weights / METADATA_FILE} is not there: the checkpoint is incomplete")

@@ -1,24 +1,24 @@
-"""Writing a torch_dist folder without ranks and without Megatron: every tensor is made when its turn to be written comes."""
+"""Writing a torch_dist folder, by ranks and by tools: every tensor is made when its turn to be written comes. No Megatron.
+
+torch's own writer of this format keeps all tensors of a file in host memory until it is closed, so only the index is left to it.
+Nothing here forks or spawns: Megatron's writer does both, which asks for a main guard and a process without threads, and a rank
+under Ray or torchrun has neither.
+"""
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_ppo.conversion.mapping import Rule, Split
@@ -27,9 +27,11 @@ from slime_ppo.conversion.shard import shard
 from slime_ppo.conversion.table import ConversionTable
 from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE
 from slime_ppo.conversion.torch_dist_folder import places, stored_rules
+from slime_ppo.disk import flush, root_cause
 from slime_ppo.errors import CheckpointError
 
 _MAX_FILE_BYTES = 8 << 30
+_MAX_PADDING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,123 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def item(self) -> WriteItem:
+        """As the index lists it."""
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(self.start), torch.Size(self.shape)),
+            properties=TensorProperties(dtype=self.dtype),
+            size=torch.Size(self.whole),
+        )
+        return WriteItem(index=MetadataIndex(self.key, self.start), type=WriteItemType.SHARD, tensor_data=data)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is in files, and where."""
+
+    items: list[WriteItem]
+    results: list[WriteResult]
+
+
+def write_file(
+    path: Path, objects: Mapping[str, bytes], chunks: Iterable[Chunk], progress: Callable[[int], None] = lambda _: None
+) -> Written:
+    """Write and flush one file: `objects` by key, then chunks, each as torch.save writes it; `progress` is told the bytes of each
+    chunk. Raises OSError or RuntimeError."""
+    items: list[WriteItem] = []
+    results: list[WriteResult] = []
+    with path.open("wb") as file:
+
+        def note(item: WriteItem, start: int) -> None:
+            length = file.tell() - start
+            items.append(item)
+            results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+
+        for key, content in objects.items():
+            start = file.tell()
+            file.write(content)
+            note(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO), start)
+        for chunk in chunks:
+            start = file.tell()
+            _save(_on_host(chunk.make()), file)
+            note(chunk.item, start)
+            progress(chunk.num_bytes)
+    flush(path)
+    return Written(items, results)
+
+
+def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch, ending its archive, stumbles over where it was left
+            raise error.__context__ from None
+        raise
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory of its own: torch.save writes all of the memory that a tensor is a part of. One that is there
+    already stays."""
+    tensor = tensor.detach()
+    alone = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.to("cpu", copy=True)
+
+
+def packed(value: object) -> bytes:
+    """An object as Megatron stores it: the list of its copies."""
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return buffer.getvalue()
+
+
+def write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """What all ranks have in common, and Megatron's mark of the format."""
+    torch.save(dict(common), folder / COMMON_FILE)
+    (folder / BACKEND_FILE).write_text(json.dumps(BACKEND), encoding="utf-8")
+
+
+def write_metadata(folder: Path, written: Sequence[Written]) -> None:
+    """The index: what lies in which file; after it the folder can be read. Raises CheckpointError when not all files are here."""
+    names = {result.storage_data.relative_path for one in written for result in one.results}
+    absent = sorted(name for name in names if not (folder / name).is_file())
+    if absent:
+        raise CheckpointError(
+            f"{folder} has no {', '.join(absent)} where the first rank runs, although other ranks have written it: the run folder "
+            "must be the same one on all nodes"
+        )
+    _, metadata = create_default_global_save_plan([SavePlan(one.items) for one in written])
+    FileSystemWriter(folder).finish(metadata, [one.results for one in written])
+
+
+def write_torch_dist(
+    folder: Path, chunks: Sequence[Chunk], *, empty_objects: Iterable[str], iteration: int, progress: Callable[[int], None]
+) -> None:
+    """Fill the empty `folder` with a whole checkpoint; `progress` is told the bytes of each tensor that was written.
+
+    `empty_objects`: keys of modules whose extra state is None. Raises CheckpointError when the folder cannot be written.
+    """
+    try:
+        written = [write_file(folder / "__0_0.distcp", dict.fromkeys(empty_objects, packed(None)), ())]
+        for number, of_file in enumerate(_cut(chunks), 1):
+            written.append(write_file(folder / f"__0_{number}.distcp", {}, of_file, progress))
+        write_common(folder, {"iteration": iteration})
+        write_metadata(folder, written)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} cannot be written ({root_cause(error)}): make room, or write elsewhere") from error
+
+
+def _cut(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    files: list[list[Chunk]] = []
+    size = 0
+    for chunk in chunks:
+        if not files or size + chunk.num_bytes > _MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(chunk)
+        size += chunk.num_bytes
+    return files
 
 
 def model_chunks(
@@ -90,102 +209,17 @@ def _pieces(
         return [(megatron_shape(rule, shape, vocab_rows=vocab_rows), fused)]
     pieces = [(of_part, reader(name)) for name, of_part in zip(rule.hf, hf_shapes(rule, shape), strict=True)]
     if rule.split is Split.VOCAB and vocab_rows > shape.vocab_size:
-        padding = (vocab_rows - shape.vocab_size, shape.hidden_size)
-        pieces.append((padding, lambda: torch.zeros(padding)))
+        pieces += _zeros(vocab_rows - shape.vocab_size, shape.hidden_size)
     return pieces
+
+
+def _zeros(rows: int, columns: int) -> Iterator[tuple[tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """Rows of zeros in pieces, so that padding takes less memory than what it pads."""
+    most = max(1, _MAX_PADDING_BYTES // (4 * columns))
+    for start in range(0, rows, most):
+        shape = (min(most, rows - start), columns)
+        yield shape, partial(torch.zeros, shape)
 
 
 def _cast(make: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     return lambda: make().to(dtype).reshape(shape)
-
-
-def write_torch_dist(
-    folder: Path, chunks: Sequence[Chunk], *, empty_objects: Iterable[str], iteration: int, progress: Callable[[int], None]
-) -> None:
-    """Fill the empty `folder`; `progress` is told the bytes of each tensor that was written.
-
-    torch's own writer of this format keeps all tensors of a file until it is closed, so only the index is left to it.
-    Raises CheckpointError when the folder cannot be written.
-    """
-    try:
-        results = [*_write_objects(folder, empty_objects), *_write_chunks(folder, chunks, progress)]
-        FileSystemWriter(folder).finish(_metadata(chunks, empty_objects), [results])
-        torch.save({"iteration": iteration}, folder / COMMON_FILE)
-        # the mark that Megatron looks for comes last
-        (folder / BACKEND_FILE).write_text(json.dumps(BACKEND), encoding="utf-8")
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} cannot be written ({_root(error)}): make room, or write elsewhere") from error
-
-
-def _root(error: BaseException) -> BaseException:
-    """The system's error below one of torch.save's, which says nothing of a full disk."""
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, OSError):
-        below = below.__cause__ or below.__context__
-    return error if below is None else below
-
-
-def _write_chunks(folder: Path, chunks: Sequence[Chunk], progress: Callable[[int], None]) -> Iterator[WriteResult]:
-    """One file after the other, each a row of tensors as torch.save writes them."""
-    for number, of_file in enumerate(_cut(chunks), 1):
-        name = f"__0_{number}.distcp"
-        with (folder / name).open("wb") as file:
-            for chunk in of_file:
-                start = file.tell()
-                torch.save(_alone(chunk.make()), file)
-                progress(chunk.num_bytes)
-                yield _result(_index(chunk), name, start, file)
-            _flush(file)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory of its own: torch.save writes all of the memory that a tensor is a part of."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _cut(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    files: list[list[Chunk]] = []
-    size = 0
-    for chunk in chunks:
-        if not files or size + chunk.num_bytes > _MAX_FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(chunk)
-        size += chunk.num_bytes
-    return files
-
-
-def _write_objects(folder: Path, keys: Iterable[str]) -> Iterator[WriteResult]:
-    """What Megatron stores for a module whose extra state is None: the list of its copies."""
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    name = "__0_0.distcp"
-    with (folder / name).open("wb") as file:
-        for key in keys:
-            start = file.tell()
-            file.write(buffer.getbuffer())
-            yield _result(MetadataIndex(key), name, start, file)
-        _flush(file)
-
-
-def _index(chunk: Chunk) -> MetadataIndex:
-    return MetadataIndex(chunk.key, torch.Size(chunk.start))
-
-
-def _result(index: MetadataIndex, name: str, start: int, file: IO[bytes]) -> WriteResult:
-    length = file.tell() - start
-    return WriteResult(index, length, _StorageInfo(name, start, length))
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _metadata(chunks: Sequence[Chunk], empty_objects: Iterable[str]) -> Metadata:
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for chunk in chunks:
-        properties = TensorProperties(dtype=chunk.dtype)
-        entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.shape)))
-    return Metadata(tensors | {key: BytesStorageMetadata() for key in empty_objects})

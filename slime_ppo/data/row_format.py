@@ -4,11 +4,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from slime_ppo.data.chat import ChatTemplate
 from slime_ppo.data.rows import BrokenRow, RawRow
 from slime_ppo.errors import DataError
+
+_SHOWN_KEYS = 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ def row_content(row: RawRow, input_key: str) -> Mapping[str, object]:
 def value_of(content: Mapping[str, object], key: str, flag: str) -> object:
     """What is under a key that `flag` has named."""
     if key not in content:
-        raise BrokenRow(f"no key {key!r} ({flag}); the line has {sorted(content)}. Fix the line or the flag")
+        keys = sorted(content)
+        more = f" and {len(keys) - _SHOWN_KEYS} more" if keys[_SHOWN_KEYS:] else ""
+        raise BrokenRow(f"no key {key!r} ({flag}); the line has {keys[:_SHOWN_KEYS]}{more}. Fix the line or the flag")
     return content[key]
 
 
@@ -97,11 +102,12 @@ def _plain_text(value: object, key: str) -> str:
 
 
 def _label(value: object, key: str) -> str:
-    """The label's text. Files of sums have numbers: 72 is "72" and 0.5 is "0.5"."""
+    """The label's text. Files of sums have numbers: 72 is "72", 0.5 is "0.5" and 1e-7 is "0.0000001"."""
     if isinstance(value, str):
-        return value
+        return encodable(value, key, "--label-key")
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
+        # 1e-7 as Python writes it would be read as 1 times e minus 7
+        return f"{Decimal(str(value)):f}"
     raise BrokenRow(
         f"{key!r} (--label-key) is {_shown(value)}; expected a string or a number. Without --label-key it is handed to the reward "
         "function as metadata"
@@ -123,8 +129,17 @@ def messages_of(value: object, key: str) -> list[Mapping[str, object]]:
         said = {name: entry for name, entry in message.items() if entry is not None or name == "content"}
         if said.get("content") is None and "tool_calls" not in said:
             raise BrokenRow(f"message {number} of {key!r} (--input-key) has no content")
+        if isinstance(said.get("content"), list) and not all(_is_text_part(part) for part in said["content"]):
+            raise BrokenRow(
+                f"message {number} of {key!r} (--input-key) has a part that is no text; expected a text as content, or parts "
+                '{"type": "text", "text": ...}: a policy here reads no images'
+            )
         messages.append(said)
     return messages
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _asked(value: object, key: str) -> list[Mapping[str, object]]:
@@ -170,9 +185,15 @@ def rendered(
 ) -> str:
     """The text of a conversation, as ChatTemplate.render."""
     try:
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        text = template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except DataError as error:
         raise BrokenRow(str(error)) from error
+    for number, message in enumerate(messages):
+        parts = message.get("content")
+        # a template that expects a text writes what Python shows of a list
+        if isinstance(parts, list) and parts and str(parts) in text:
+            raise BrokenRow(f"the chat template takes the content of message {number} for a text, and it is a list. Write a text")
+    return text
 
 
 def _shown(value: object) -> str:

@@ -1,12 +1,13 @@
 """Rows of a parquet file, read batch by batch."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.data.rows import RawRow
 from slime_ppo.errors import DataError
 
@@ -16,39 +17,52 @@ _BUFFER_BYTES = 1024**2
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
-def read_parquet(path: PromptPath, origin: str) -> Iterator[RawRow]:
-    """The rows that `path` names; row groups without any of them are not read, and columns that hold bytes (images) never are.
+@dataclass(frozen=True)
+class ParquetFile:
+    """See RowFile; columns that hold bytes (images) are not read.
 
-    Values become what JSON has: a date, a time or a decimal number its text, a map an object. Raises OSError, and DataError for
-    a file that is no whole parquet file.
+    Values become what JSON has: a date, a time or a decimal number its text, a map an object.
     """
-    try:
-        with pq.ParquetFile(path.file, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
-            yield from _rows(file, path)
-    except pa.ArrowException as error:
-        raise DataError(
-            f"prompt file {path.file} ({origin}) is no parquet file that can be read: {error}. Copy it again from "
-            "where it came from"
-        ) from error
 
+    file: str
+    origin: str
 
-def _rows(file: pq.ParquetFile, path: PromptPath) -> Iterator[RawRow]:
-    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    wanted = path.rows(sum(counts))
-    ends = list(accumulate(counts))
-    groups = [group for group, end in enumerate(ends) if end > wanted.start and end - counts[group] < wanted.stop]
-    columns = [field.name for field in file.schema_arrow if not _holds_bytes(field.type)]
-    index = ends[groups[0]] - counts[groups[0]] if groups else 0
-    for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
-        first, end = max(index, wanted.start), min(index + len(batch), wanted.stop)
-        kept = batch.slice(first - index, max(0, end - first))
-        for place, content in enumerate(_contents(kept), start=first):
-            name = f"{path.file}[{place}]"
-            problem, found = (content, None) if isinstance(content, str) else ("", content)
-            yield RawRow(place, name, found, problem, is_padded=True)
-        index += len(batch)
-        if index >= wanted.stop:
-            return
+    def num_rows(self) -> int:
+        """Raises OSError, and DataError for a file that is no whole parquet file."""
+        with self._opened() as file:
+            return int(file.metadata.num_rows)
+
+    def rows(self, start: int, end: int) -> Iterator[RawRow]:
+        """Row groups without any of the rows are not read. Raises what `num_rows` does."""
+        with self._opened() as file:
+            yield from self._rows(file, start, end)
+
+    @contextmanager
+    def _opened(self) -> Iterator[pq.ParquetFile]:
+        try:
+            with pq.ParquetFile(self.file, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+                yield file
+        except pa.ArrowException as error:
+            raise DataError(
+                f"prompt file {self.file} ({self.origin}) is no parquet file that can be read: {error}. Copy it again from "
+                "where it came from"
+            ) from error
+
+    def _rows(self, file: pq.ParquetFile, start: int, end: int) -> Iterator[RawRow]:
+        counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        ends = list(accumulate(counts))
+        groups = [group for group, last in enumerate(ends) if last > start and last - counts[group] < end]
+        columns = [field.name for field in file.schema_arrow if not _holds_bytes(field.type)]
+        index = ends[groups[0]] - counts[groups[0]] if groups else 0
+        for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+            first, last = max(index, start), min(index + len(batch), end)
+            kept = batch.slice(first - index, max(0, last - first))
+            for place, content in enumerate(_contents(kept), start=first):
+                problem, found = (content, None) if isinstance(content, str) else ("", content)
+                yield RawRow(place, f"{self.file}[{place}]", found, problem, is_padded=True)
+            index += len(batch)
+            if index >= end:
+                return
 
 
 def _contents(batch: pa.RecordBatch) -> list[dict[str, object] | str]:

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, Protocol
 
 import numpy as np
@@ -18,7 +17,10 @@ from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.errors import DataError
 from slime_ppo.types.sample import Prompt
 
-_BLOCK_ROWS = 256
+# prompts that are encoded together; a token takes some hundred bytes while it is made
+_BLOCK_ROWS, _BLOCK_CHARS = 256, 2**18
+# the longest tokens of large vocabularies are runs of 128 spaces; a text of more has more tokens, and is not encoded to count them
+_MOST_CHARS_PER_TOKEN = 128
 
 
 class DataSource(Protocol):
@@ -168,12 +170,22 @@ class _Reading:
     def stored(self) -> PromptStore:
         """The prompts of the file. Raises DataError for rows that must not be left out, and when none is left."""
         prompts = PromptStore()
-        rows = self._readable()
-        while block := list(islice(rows, _BLOCK_ROWS)):
+        for block in self._blocks():
             self._append(block, prompts)
         prompts.seal()
         self._check(prompts)
         return prompts
+
+    def _blocks(self) -> Iterator[list[PromptRow]]:
+        block: list[PromptRow] = []
+        num_chars = 0
+        for row in self._readable():
+            block.append(row)
+            num_chars += len(row.text)
+            if len(block) == _BLOCK_ROWS or num_chars > _BLOCK_CHARS:
+                yield block
+                block, num_chars = [], 0
+        yield block
 
     def left_out(self) -> tuple[str, ...]:
         """What was left out, a line for each kind."""
@@ -193,17 +205,22 @@ class _Reading:
                 self._broken(row.place, str(problem))
 
     def _append(self, block: list[PromptRow], prompts: PromptStore) -> None:
-        for row, ids in zip(block, self.tokenizer.encode_batch([row.text for row in block]), strict=True):
-            if len(ids) == 0:
-                self._broken(row.place, f"prompt {row.text!r} has no tokens; a prompt needs at least one. Remove or fill the line")
+        limit = self.policy.max_prompt_len
+        fits = [len(row.text) <= limit * _MOST_CHARS_PER_TOKEN for row in block]
+        encoded = self.tokenizer.encode_batch([row.text if short else "" for row, short in zip(block, fits, strict=True)])
+        for row, ids, short in zip(block, encoded, fits, strict=True):
+            if short and len(ids) == 0:
+                shown = f"{row.text[:60]!r}" + ("..." if row.text[60:] else "")
+                self._broken(row.place, f"prompt {shown} has no tokens; a prompt needs at least one. Remove or fill the line")
                 continue
             self.num_read += 1
             self.fingerprint.update(row.identity + b"\n")
-            if len(ids) > self.policy.max_prompt_len:
-                self.num_overlong += 1
-                self.first_overlong = self.first_overlong or f"{row.place}: prompt of {len(ids)} tokens"
-            else:
+            if short and len(ids) <= limit:
                 prompts.append(Prompt(index=row.index, text=row.text, token_ids=ids, label=row.label, metadata=row.metadata))
+            else:
+                size = f"{len(ids)} tokens" if short else f"{len(row.text)} characters"
+                self.num_overlong += 1
+                self.first_overlong = self.first_overlong or f"{row.place}: prompt of {size}"
 
     def _broken(self, place: str, problem: str) -> None:
         if self.policy.broken_row == "error":

@@ -17,12 +17,13 @@ from slime_ppo.config.device_checks import check_device
 from slime_ppo.config.launcher import launcher_text
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import ConfigError, EchoedError
+from slime_ppo.errors import ConfigError, EchoedError, ParallelError
 from slime_ppo.orchestration.engine_settings import engine_settings, external_servers, meeting_host, server_specs, weight_sync
 from slime_ppo.orchestration.interrupts import Interrupted, ignore_interrupts
 from slime_ppo.orchestration.local_engine import LocalRolloutEngine
 from slime_ppo.orchestration.local_ranks import Command, LocalRank, RankChannel, quiet_libraries
 from slime_ppo.orchestration.local_world import FailureWatch, LocalWorld, RankStart, own_device_only
+from slime_ppo.orchestration.process_log import libraries_to_file
 from slime_ppo.orchestration.protocols import BatchHandle, RunningEngine, RunningRoles, check_saved
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.orchestration.worker_settings import role_start, worker_settings
@@ -72,6 +73,11 @@ class LocalRanks:
             raise self._world.most_telling(error, phase) from error
         self._in_step = True
         return results
+
+    def check_in_step(self) -> None:
+        """Raise ParallelError when an earlier call has failed or was interrupted: ranks that answer may answer that one."""
+        if not self._in_step:
+            raise ParallelError("the ranks are out of step since a call that did not come to its end")
 
     def beside(self, role: RoleName) -> RankRole:
         """Rank 0's part of a role, for a call while a command runs."""
@@ -166,6 +172,7 @@ class LocalTrainGroup:
         check_saved(self._call("saving a checkpoint", "save_checkpoint", self.role, os.path.abspath(folder), in_background))
 
     def finish_save(self) -> None:
+        self._ranks.check_in_step()  # also asked for on the way out of a run that has failed
         check_saved(self._call("saving a checkpoint", "finish_save", self.role))
 
     def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
@@ -269,9 +276,7 @@ class LocalLauncher:
 
     def _prepare_process(self, log_dir: str) -> DeviceKind:
         """This process becomes a rank: library noise to a log, the device chosen, Megatron imported."""
-        noise = logging.FileHandler(Path(log_dir) / "rank-0.log", mode="w", encoding="utf-8")
-        noise.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-        logging.getLogger().handlers = [noise]
+        libraries_to_file(Path(log_dir) / "rank-0.log")
         quiet_libraries()
         own_device_only(self._world.place)
         asked = self._config.cluster.device

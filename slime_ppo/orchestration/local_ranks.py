@@ -7,7 +7,6 @@ No torch at import: rank 0 is the driver, and reads its inputs first.
 """
 
 import datetime
-import faulthandler
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ from slime_ppo.config.ppo import PpoConfig
 from slime_ppo.config.roles import RoleName
 from slime_ppo.orchestration.interrupts import ignore_interrupts
 from slime_ppo.orchestration.local_world import LocalWorld, RankStart, own_device_only
+from slime_ppo.orchestration.process_log import log_to_file
 from slime_ppo.orchestration.rank_role import RankRole, import_megatron
 from slime_ppo.parallel.worker_settings import WorkerSettings
 from slime_ppo.types.load_report import LoadReport
@@ -212,7 +212,8 @@ def serve_rank(place: RankPlace) -> int:
     if start is None:
         return world.exit_code() or 0
     ignore_interrupts()
-    _write_to_log(Path(start.log_dir) / f"rank-{place.rank}.log")
+    log_to_file(Path(start.log_dir) / f"rank-{place.rank}.log")
+    quiet_libraries()
     try:
         import_megatron(start.device)
         world.ready()
@@ -236,13 +237,3 @@ def quiet_libraries() -> None:
     """Warnings and log lines of libraries go to the log of this process, not to the console."""
     logging.captureWarnings(True)
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\.")
-
-
-def _write_to_log(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable(sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr, force=True)
-    quiet_libraries()

@@ -106,6 +106,9 @@ class RankRole:
 
     def save_hf(self, folder: str, bucket_bytes: int) -> None:
         """Write a Hugging Face folder from rank 0."""
+        self._write_hf(folder, bucket_bytes, durable=True)
+
+    def _write_hf(self, folder: str, bucket_bytes: int, *, durable: bool) -> None:
         from slime_ppo.backends.megatron.export import save_hf_folder
 
         save_hf_folder(
@@ -114,12 +117,13 @@ class RankRole:
             source=self._role.settings.model.hf_folder,
             bucket_bytes=bucket_bytes,
             writes=self._is_first,
+            durable=durable,
         )
 
     def publish_hf(self, folder: str, bucket_bytes: int) -> str | None:
-        """As save_hf, for the engine: what went wrong on rank 0, after which all ranks go on, or None."""
+        """As save_hf, for the engine, which reads it at once: what went wrong on rank 0, after which all ranks go on, or None."""
         try:
-            self.save_hf(folder, bucket_bytes)
+            self._write_hf(folder, bucket_bytes, durable=False)
         except (CheckpointError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return None

@@ -1,9 +1,5 @@
 """What all processes have that Ray starts: a log of their own, and a call that lasts as long as they live."""
 
-import faulthandler
-import logging
-import os
-import sys
 import threading
 import traceback
 import warnings
@@ -13,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
+
+from slime_ppo.orchestration.process_log import log_to_file
 
 
 def logged(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,13 +36,7 @@ class Process:
     """What all our processes have: a log of their own, and a call that lasts as long as they live."""
 
     def __init__(self, name: str, log_dir: str) -> None:
-        folder = Path(log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        faulthandler.enable(sys.stderr)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr, force=True)
+        log_to_file(Path(log_dir) / f"{name}.log")
         warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\.")
 
     @ray.method(concurrency_group="health")

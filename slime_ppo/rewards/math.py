@@ -14,17 +14,28 @@ _BOX = "\\boxed{"
 # an answer is at the end, and the search for one in running text slows down with the square of its length
 _SEARCHED_CHARS = 2000
 _LONGEST_ANSWER_CHARS = 500
-# math-verify would read a word as a product of letters, equal to each of its anagrams
-_WORD = re.compile(r"\s*(?:\\text\s*\{)?\s*([A-Za-z]{3,}|[Nn][Oo])\s*\}?\s*\.?\s*")
+# a label of letters is a text: math-verify would read a word as a product of letters, equal to each of its anagrams
+_TEXT = re.compile(r"[^\W\d_]+(?:[ '’.,/()-]+[^\W\d_]+)*")
+_LETTERS = re.compile(r"[^\W\d_]+")
+# what stands behind the last of these, to the end of its line or of one of its sentences, is the answer
+_PHRASE = re.compile(r"\banswer\b[*_ ]*(?:is\b[*_ ]*:?|:)", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
+# LaTeX and Markdown around a text, and what may enclose it: nothing that changes what a formula says
+_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_BOLD = "**"
+_AROUND = ' \t\r.,;:()"`“”‘’$'
 
 
 class MathReward:
     """1.0 for a response whose answer equals the label, 0.0 for another or none.
 
-    The answer is what stands in the last \\boxed{...} that is closed, else behind the last ####, else the last expression or
-    number of the text as math-verify finds it. The label is a number or an expression, or a text with one behind #### or in
-    \\boxed{...}. Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5; words of
-    three letters or more, and no, are equal as words, whatever their case.
+    The answer is what stands in the last \\boxed{...} that is closed, else behind the last ####. Else it is the last expression or
+    number of the text as math-verify finds it; or for a label of letters alone, what the last "answer is ..." or "answer: ..."
+    says, and where that is missing and the label is one word, the last word. The label itself may be marked by a box or ####.
+
+    Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5. Labels of letters are
+    one letter (a choice), "no", a word of three letters or more, or several words; they are equal as texts, whatever their case,
+    in parentheses or bold or with a dot or not. A text that holds the label among other words is not equal to it.
 
     An expression like 9^(9^(9^9)) takes forever. math-verify's own time limit is off, since it needs a signal and with it the
     main thread; the process that runs this function is killed at --reward-timeout-s instead, and the sample is named.
@@ -48,17 +59,17 @@ class MathReward:
             return RewardFailure("needs a label to compare with, and the prompt has none (--label-key)")
         right = _marked(label)
         right = label.strip() if right is None else right
-        if not _WORD.fullmatch(right) and not self._parsed_label(right):
+        if not _is_text(_plain(right)) and not self._parsed_label(right):
             return RewardFailure(f"found no answer in the label {label[-60:]!r}")
         return float(self._equal(right, response))
 
     def _equal(self, right: str, response: str) -> bool:
-        answer, word = _marked(response), _WORD.fullmatch(right)
+        answer, text = _marked(response), _plain(right)
         if answer is not None and len(answer) > _LONGEST_ANSWER_CHARS:
             return False
-        if word:
-            given = _WORD.fullmatch(_last_word(response) if answer is None else answer)
-            return given is not None and given[1].casefold() == word[1].casefold()
+        if _is_text(text):
+            one_word = len(_LETTERS.findall(text)) == 1 < len(text)
+            return text in (_said(response, one_word=one_word) if answer is None else [_plain(answer)])
         parsed = self._math.parse(response[-_SEARCHED_CHARS:], parsing_timeout=None) if answer is None else self._parsed(answer)
         return bool(self._math.verify(self._parsed_label(right), parsed, timeout_seconds=None))
 
@@ -96,6 +107,26 @@ def _last_box(text: str) -> str | None:
     return None if last[0] < 0 else text[slice(*last)]
 
 
-def _last_word(text: str) -> str:
-    words = re.findall(r"[A-Za-z]+", text[-_SEARCHED_CHARS:])
-    return words[-1] if words else ""
+def _plain(text: str) -> str:
+    """A text as it is compared: without what is around it, in lower case, with single spaces."""
+    text = _COMMAND.sub(r"\1", text).replace(_BOLD, "")
+    return " ".join(text.casefold().split()).strip(_AROUND)
+
+
+def _is_text(plain: str) -> bool:
+    """True for a label that is compared as a text: ab and x, y may be formulas, no is none."""
+    words = _LETTERS.findall(plain)
+    return bool(_TEXT.fullmatch(plain)) and (len(plain) == 1 or plain == "no" or any(len(word) > 2 for word in words))
+
+
+def _said(response: str, *, one_word: bool) -> list[str]:
+    """What the response may mean as its answer, where none is marked: the line behind the last phrase, or its first sentences.
+
+    Without a phrase it is the last word, where `one_word` is looked for.
+    """
+    tail = response[-_SEARCHED_CHARS:]
+    behind = [found.end() for found in _PHRASE.finditer(tail)]
+    if behind:
+        line = tail[behind[-1] :].split("\n")[0][:_LONGEST_ANSWER_CHARS]
+        return [_plain(line[:end]) for end in (*(found.start() for found in _SENTENCE_END.finditer(line)), len(line))]
+    return [word.casefold() for word in _LETTERS.findall(tail)[-1:]] if one_word else []

@@ -18,12 +18,13 @@ REWARD_FUNCTIONS: Registry[str] = Registry(
 )
 
 
-def resolve_reward(reward: RewardConfig, *, policy_folder: str) -> RewardSpec:
+def resolve_reward(reward: RewardConfig, *, policy_folder: str, asks_server: bool = True) -> RewardSpec:
     """The reward function that a run asked for; --custom-rm-path ("package.module.function") wins over the name --rm-type.
 
     The function is not imported here: `RewardRunner.start` does that, in a worker. The server of --rm-url is asked here whether
-    it is what the run needs; `policy_folder` holds the tokenizer that a reward model's is compared with. Raises ConfigError for
-    an unknown name (with the known ones and the nearest), for a path of another form, when neither is given, for an unreadable
+    it is what the run needs; `policy_folder` holds the tokenizer that a reward model's is compared with. `asks_server` False:
+    only the name is looked at, and the spec of a served reward is not one to start a worker with. Raises ConfigError for an
+    unknown name (with the known ones and the nearest), for a path of another form, when neither is given, for an unreadable
     key file, and for a server that does not answer or cannot score what this run will send.
     """
     if reward.custom_rm_path is not None:
@@ -41,6 +42,8 @@ def resolve_reward(reward: RewardConfig, *, policy_folder: str) -> RewardSpec:
         return RewardSpec(path, origin)
     if reward.rm_url is None:
         raise ConfigError(f"{origin} needs the address of a server. Add --rm-url")
+    if not asks_server:
+        return RewardSpec(path, origin)
     return _served(reward, reward.rm_url, policy_folder, RewardSpec(path, origin))
 
 

@@ -78,8 +78,9 @@ class RewardRunner:
     The function is called on at most `batch_size` samples at a time and killed when a call takes longer than `timeout_s`. A call
     that raised, was killed or died is repeated one sample at a time, to find the sample at fault; what those calls return is
     used. A sample that has no reward then, or got None, NaN, an infinity or no number, or process rewards that are not one
-    finite number per response token, is an error, or with `on_bad_sample` "drop" left out and counted. An answer that is not one
-    entry per sample is an error always.
+    finite number per response token, is an error, or with `on_bad_sample` "drop" left out and counted. `on_timeout` says it for
+    those that took too long alone (None: as `on_bad_sample`), and may be "zero": reward 0, marked `reward_cut`. An answer that
+    is not one entry per sample is an error always.
 
     Ctrl-C does not reach the workers; they end with `close`, or with this process however it ends. What they print goes to
     `log_file`, if given. The script that the driver runs must guard its start with `if __name__ == "__main__"`, because
@@ -94,11 +95,12 @@ class RewardRunner:
         batch_size: int,
         timeout_s: float,
         on_bad_sample: Literal["error", "drop"],
+        on_timeout: Literal["error", "drop", "zero"] | None = None,
         log_file: Path | None = None,
     ) -> None:
         self._spec = spec
         self._num_workers, self._batch_size, self._timeout_s = num_workers, batch_size, timeout_s
-        self._drop_bad = on_bad_sample == "drop"
+        self._on_bad_sample, self._on_timeout = on_bad_sample, on_timeout or on_bad_sample
         self._log_file = None if log_file is None else str(log_file)
         self._pool: ProcessPool | None = None
         self._calls: set[_Call] = set()
@@ -136,9 +138,12 @@ class RewardRunner:
         try:
             for batch, call in zip(batches, calls, strict=True):
                 for sample, problem in self._settled(batch, call):
+                    policy = self._on_timeout if problem == self._took_too_long else self._on_bad_sample
                     if not problem:
                         scored.append(sample)
-                    elif self._drop_bad:
+                    elif policy == "zero":
+                        scored.append(sample.with_cut_reward())
+                    elif policy == "drop":
                         reasons[sample.sample_id] = problem
                     else:
                         raise RewardError(self._about(sample, problem))
@@ -146,6 +151,7 @@ class RewardRunner:
             for call in calls:
                 self._forget(call)
         self._tell_left_out(samples, reasons)
+        self._tell_cut(scored)
         return RewardOutcome(samples=tuple(scored), num_dropped=len(reasons), reasons=reasons)
 
     def close(self) -> None:
@@ -254,11 +260,28 @@ class RewardRunner:
                 reasons[left_out[0].sample_id],
             )
 
+    def _tell_cut(self, scored: Sequence[Sample]) -> None:
+        """As `_tell_left_out`."""
+        cut = [sample for sample in scored if sample.reward_cut]
+        for sample in cut:
+            _log.info("reward 0 for %s: %s %s", _named(sample), self._spec.path, self._took_too_long)
+        if cut:
+            _log.warning(
+                "%d of %d samples count as 0 (--on-reward-timeout zero), %s among them: reward function %s %s",
+                *(len(cut), len(scored), _named(cut[0]), self._spec.path, self._took_too_long),
+            )
+
+    @property
+    def _took_too_long(self) -> str:
+        """The problem of a sample that was alone in a call which was killed."""
+        return _too_long(self._timeout_s)
+
     def _about(self, sample: Sample, problem: str) -> str:
         return (
             f"reward function {self._spec.path} ({self._spec.origin}) {problem}, scoring {_named(sample)}; "
             "expected one finite number (process rewards: one per response token). Fix the function, or leave such samples out "
             "with --on-bad-sample drop"
+            + (", or score them 0 with --on-reward-timeout zero" if problem == self._took_too_long else "")
         )
 
     def _about_batch(self, batch: Sequence[Sample], problem: str) -> str:
@@ -281,6 +304,10 @@ def _died(error: Exception, timeout_s: float) -> str:
         return f"ended its worker process with exit code {error.exitcode}"
     if isinstance(error, BrokenProcessPool):
         return "ended its worker process"
+    return _too_long(timeout_s)
+
+
+def _too_long(timeout_s: float) -> str:
     return f"took longer than {timeout_s:g} s (--reward-timeout-s)"
 
 

@@ -22,7 +22,7 @@ from slime_ppo.types.sample import Sample
 from slime_ppo.types.sample_arrays import PackedSamples, pack_samples, unpack_samples
 from slime_ppo.types.step_plan import Step, StepPlan
 
-FORMAT = 1
+FORMAT = 2
 _HEADER = "header.json"
 _KIND = "slime_ppo rollout"
 

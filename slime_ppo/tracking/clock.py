@@ -4,15 +4,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-PHASES = ("generate", "reward", "log-probs", "values", "critic train", "actor train", "weight sync", "wake", "offload", "evaluate")
+_LAST = ("weight sync", "wake", "offload", "evaluate", "save")
+PHASES = ("generate", "reward", "log-probs", "values", "critic train", "actor train", *_LAST)
 # devices of their own: critic and actor train at the same time, then the slower one alone
 SIDE_BY_SIDE_PHASES = (*PHASES[:4], "both train", *PHASES[4:])
 # the actor makes the advantages where there is no critic
-CRITIC_FREE_PHASES = ("generate", "reward", "log-probs", "advantages", "actor train", "weight sync", "wake", "offload", "evaluate")
+CRITIC_FREE_PHASES = ("generate", "reward", "log-probs", "advantages", "actor train", *_LAST)
 # nothing is trained
 ROLLOUT_PHASES = ("generate", "reward", "weight sync", "wake", "offload", "evaluate")
 # of supervised fine-tuning
-SFT_PHASES = ("actor train", "evaluate")
+SFT_PHASES = ("actor train", "evaluate", "save")
+_START_UP = "start-up"
 _METRIC_OF_PHASE = {
     "generate": "rollout_time",
     "reward": "reward_time",
@@ -26,6 +28,7 @@ _METRIC_OF_PHASE = {
     "wake": "wake_time",
     "offload": "offload_time",
     "evaluate": "eval_time",
+    "save": "save_time",
     "other": "other_time",
 }
 
@@ -39,22 +42,30 @@ def run_phases(*, has_critic: bool, side_by_side: bool) -> tuple[str, ...]:
 
 class RunClock:
     """What lies between phases is reported as "other". A phase inside another is taken out of the outer one's time, so that all
-    together are the rollout's. `where` names the present place for messages."""
+    together are the rollout's. What comes after a rollout's report, the report's own writing and a save, counts for the next one,
+    which it delays. `where` names the present place for messages."""
 
     def __init__(self, phases: Sequence[str] = PHASES) -> None:
         self._phases = tuple(phases)
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
-        self.where = "start-up"
-        self._rollout = "start-up"
+        self.where = self._rollout = _START_UP
         self._open: list[str] = []
         self._counted = 0.0  # seconds counted so far, by whatever phase
 
     def start_rollout(self, rollout_id: int) -> None:
-        """Begin counting anew."""
-        self._seconds = dict.fromkeys(self._phases, 0.0)
-        self._started = time.perf_counter()
+        """From the end of the rollout before it on, or of the start-up, time is this rollout's."""
+        if self._rollout == _START_UP:
+            self._count_anew()
         self._rollout = self.where = f"rollout {rollout_id}"
+
+    def end_rollout(self) -> dict[str, float]:
+        """Seconds per phase of this rollout in the order given, "other" last; together they are the rollout's time. Begins counting
+        anew."""
+        whole = time.perf_counter() - self._started
+        seconds = self._seconds | {"other": max(0.0, whole - sum(self._seconds.values()))}
+        self._count_anew()
+        return seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -91,10 +102,9 @@ class RunClock:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self._counted += seconds
 
-    def phases(self) -> dict[str, float]:
-        """Seconds per phase of this rollout in the order given, "other" last; together they are the rollout's time."""
-        whole = time.perf_counter() - self._started
-        return self._seconds | {"other": max(0.0, whole - sum(self._seconds.values()))}
+    def _count_anew(self) -> None:
+        self._seconds = dict.fromkeys(self._phases, 0.0)
+        self._started = time.perf_counter()
 
 
 def phase_metrics(phases: Mapping[str, float], num_tokens: float) -> dict[str, float]:

@@ -13,14 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime_ppo.config.preflight import METRICS_FILE
+from slime_ppo.config.preflight import CONFIG_FILE, METRICS_FILE
 from slime_ppo.errors import DataError
 from slime_ppo.tracking.base import RolloutRecord, RunInfo, SampleRecord
 from slime_ppo.tracking.phrases import Phrase
 
 RUN_FILE = "run.json"
 SAMPLES_FILE = "samples.jsonl"
-CONFIG_FILE = "config.yaml"
 _NOT_METRICS = ("phases", "phrases", "rollout_id", "steps")
 _FLOAT_COLUMNS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
 

@@ -72,10 +72,17 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """What the engine tells of its answers: the share of prompt tokens from its prefix cache, and of the responses that more than
-    one weight version generated, where there are any."""
+    one weight version generated, where there are any; and of how many the reward was cut."""
     cached, total = sum(s.num_cached_tokens for s in samples), sum(len(s.prompt.token_ids) for s in samples)
     mixed = sum(len({span.version for span in s.weight_versions}) > 1 for s in samples) / len(samples)
-    return {"rollout/cached_tokens_ratio": cached / total} | ({"rollout/mixed_version_ratio": mixed} if mixed else {})
+    told = {"rollout/cached_tokens_ratio": cached / total} | _timeouts("rollout/", samples)
+    return told | ({"rollout/mixed_version_ratio": mixed} if mixed else {})
+
+
+def _timeouts(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """How many count as 0 because their reward took too long, where any does."""
+    cut = sum(sample.reward_cut for sample in samples)
+    return {f"{prefix}num_reward_timeouts": float(cut)} if cut else {}
 
 
 def pass_metrics(batch: RolloutBatch, *, n_samples_per_prompt: int, threshold: float) -> dict[str, float]:
@@ -96,6 +103,7 @@ def eval_metrics(name: str, samples: Sequence[Sample], *, n_samples_per_prompt: 
         f"eval/{name}": sum(rewards) / len(samples),
         f"eval/{name}_response_len": sum(len(sample.response_ids) for sample in samples) / len(samples),
         f"eval/{name}_truncated_ratio": sum(sample.finish is FinishReason.LENGTH for sample in samples) / len(samples),
+        **_timeouts(f"eval/{name}_", samples),
         **{f"eval/{name}_{rate}": value for rate, value in rates.items()},
     }
 

@@ -115,7 +115,7 @@ class Sample:
 
     Samples of one group share a prompt; all samples of one trajectory share a reward and are never split over two
     optimizer steps. `loss_mask` bool [R] marks the trainable tokens. `reward` is None until the reward function ran, which
-    may also have paid single tokens: `process_rewards` float32 [R].
+    may also have paid single tokens: `process_rewards` float32 [R]. `reward_cut`: it took too long, and the reward is 0 for that.
 
     Example: prompt "The door was" (4 tokens) answered with 16 tokens:
         Sample(sample_id=7, group_id=7, trajectory_id=7, response_ids=int32[16], loss_mask=bool[16], ...)
@@ -136,6 +136,10 @@ class Sample:
     full_log_probs: np.ndarray | None = None
     reward: float | None = None
     process_rewards: np.ndarray | None = None
+    reward_cut: bool = False
 
     def with_reward(self, reward: float, process_rewards: np.ndarray | None = None) -> "Sample":
         return replace(self, reward=reward, process_rewards=process_rewards)
+
+    def with_cut_reward(self) -> "Sample":
+        return replace(self, reward=0.0, reward_cut=True)

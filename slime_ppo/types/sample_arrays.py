@@ -20,6 +20,7 @@ _IDS: Mapping[str, Callable[[Sample], int]] = {
     "num_cached_tokens": lambda sample: sample.num_cached_tokens,
     "response_lens": lambda sample: len(sample.response_ids),
     "finish": lambda sample: FINISH_CODES.index(sample.finish),
+    "reward_cut": lambda sample: int(sample.reward_cut),
     "num_spans": lambda sample: len(sample.weight_versions),
 }
 # flat array -> its dtype and a sample's part of it; None where this sample has none
@@ -107,6 +108,7 @@ def _unpack(arrays: Mapping[str, np.ndarray], texts: Mapping[str, Any]) -> Itera
             full_log_probs=ragged["full_log_probs"][row],
             reward=reward,
             process_rewards=ragged["process_rewards"][row],
+            reward_cut=bool(ids["reward_cut"][row]),
         )
 
 

@@ -51,7 +51,7 @@ def test_run_ended_by_sigterm_goes_on_under_ray_and_on_other_sizes(
     output = elsewhere.communicate(timeout=300)[0]
     assert elsewhere.returncode == 0, output
     assert f"resumed from {save} after {saved.group(1)} of 4 rollouts" in output
-    assert "new random states for the ranks of the actor and critic, whose layout is another" in output
+    assert "new random states for the ranks of the actor and critic, whose layout or kind of device is another" in output
     assert_same_run(tmp_path / "tp2", one_rank)
 
     code, output = joined_runs.finish(save, *SAVED, "--load", str(save))

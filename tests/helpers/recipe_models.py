@@ -1,11 +1,16 @@
-"""Model folders of the shapes of public models: their config.json, and weights files that hold headers and no bytes on disk."""
+"""Model folders of the shapes of public models: their config.json, weights files that hold headers and no bytes on disk, and a
+tokenizer that knows their end tokens and no words."""
 
 import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from slime_ppo.config.hf_folder import SINGLE_FILE
 from slime_ppo.config.model_shape import ModelShape
@@ -55,6 +60,7 @@ def make_public_model(folder: Path, name: str) -> Path:
     """The folder of model `name`: every tensor of its table in bfloat16, in one file that is a hole behind its header."""
     folder.mkdir(parents=True)
     entries = PUBLIC_SHAPES[name]
+    _write_tokenizer(folder, np.atleast_1d(entries["eos_token_id"]).tolist())
     (folder / "config.json").write_text(json.dumps(entries), encoding="utf-8")
     shape = ModelShape.from_hf_folder(folder)
     head: Head = "value" if "architectures" in entries else "language_model"
@@ -67,6 +73,14 @@ def make_public_model(folder: Path, name: str) -> Path:
         file.write(struct.pack("<Q", len(text)) + text)
     os.truncate(folder / SINGLE_FILE, 8 + len(text) + end)
     return folder
+
+
+def _write_tokenizer(folder: Path, end_tokens: Sequence[int]) -> None:
+    """Every text is one unknown token; the chat template is a question mark of its own."""
+    ends = {f"<end-{number}>": number for number in end_tokens}
+    Tokenizer(WordLevel({"<unk>": 0} | ends, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}?"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
 
 
 def _hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,7 @@ def make_samples() -> list[Sample]:
                 num_cached_tokens=row,
                 full_log_probs=-rng.random(length, np.float32) if row == 1 else None,
                 reward=0.1 * (row + 1),
+                reward_cut=row == 2,
                 process_rewards=np.full(length, 0.5, np.float32) if row == 3 else None,
             )
         )

@@ -68,6 +68,7 @@ def make_sample(sample_id: int, *, full: bool) -> Sample:
         num_cached_tokens=2 if full else 0,
         full_log_probs=np.array([-0.2, -0.3, -0.4], np.float32) if full else None,
         reward=0.1 + 0.2 if full else 1.0,
+        reward_cut=full,
         process_rewards=np.array([0.0, 0.5, 0.0], np.float32) if full else None,
     )
 

@@ -64,6 +64,7 @@ class RecordingRole:
         self.plans: list[StepPlan] = []
         self.rates: list[list[float]] = []
         self.betas: list[float] = []
+        self.writes_in: Path | None = None
 
     def wake(self) -> None:
         self.journal.append(f"wake {self.name}")
@@ -103,12 +104,18 @@ class RecordingRole:
         self.journal.append(f"save {self.name} in {folder}")
 
     def save_checkpoint(self, folder: str, *, in_background: bool) -> None:
+        """`writes_in` is the folder until `finish_save`, which writes the last file, as ranks do."""
+        assert self.writes_in is None, "ranks refuse a save while one is under way"
         self.journal.append(f"save {self.name} as {Path(folder).name}{' in the background' if in_background else ''}")
-        for file in ("__0_0.distcp", ".metadata", "metadata.json"):
+        for file in ("__0_0.distcp", "metadata.json"):
             (Path(folder) / file).write_text(f"{self.name} {file}")
+        self.writes_in = Path(folder)
 
     def finish_save(self) -> None:
         self.journal.append(f"finish {self.name}")
+        folder, self.writes_in = self.writes_in, None
+        if folder is not None:
+            (folder / ".metadata").write_text(f"{self.name} .metadata")
 
     def load_checkpoint(self, folder: str, *, with_optimizer: bool) -> LoadReport:
         self.journal.append(f"load {self.name} from {Path(folder).name}{' with its optimizer' if with_optimizer else ''}")

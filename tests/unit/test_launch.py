@@ -1,6 +1,8 @@
 """What the launcher does to a run folder, and what it starts the roles with."""
 
 import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,12 @@ from slime_ppo.checkpoint.start import StartPoint, beginning
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import ROLE_NAMES, RoleName
 from slime_ppo.errors import ConfigError
-from slime_ppo.launch import RunInputs, _claim_run_folder, _load, read_inputs
+from slime_ppo.inputs import RunInputs, read_inputs
+from slime_ppo.launch import _load
 from slime_ppo.orchestration.ray_launcher import _start_role
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.orchestration.worker_settings import worker_settings
+from slime_ppo.run_folder import claim_run_folder, open_logs
 from tests.helpers.configs import make_config
 from tests.helpers.reward_services import Respond, reward_service
 from tests.helpers.tiny_llama import make_tiny_llama
@@ -31,7 +35,7 @@ def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("old")
     config = make_config(run__save=str(tmp_path), run__seed=7)
-    _claim_run_folder(config, beginning(config, {}))
+    claim_run_folder(config, beginning(config, {}))
     assert not any((tmp_path / name).exists() for name in records)
     assert all((tmp_path / name).read_text() == "old" for name in kept)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["seed"] == 7
@@ -40,7 +44,7 @@ def test_claim_run_folder_removes_old_records_and_keeps_weights_and_other_files(
 def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
     config = make_config(run__save=str(tmp_path), tracking__use_tensorboard=True)
-    _claim_run_folder(config, beginning(config, {}))
+    claim_run_folder(config, beginning(config, {}))
     assert not (tmp_path / "tensorboard").exists()
 
 
@@ -56,7 +60,7 @@ def test_claim_run_folder_of_a_run_that_goes_on_keeps_its_records_and_gives_up_l
     config = make_config(run__save=str(tmp_path), checkpoint__load=str(tmp_path), tracking__use_tensorboard=True)
     state = RunState("run", (Checkpoint(4, {"actor": "actor/iter_0000004"}, "rollout/state_0000004.json", "0"),))
     begun = beginning(config, {})
-    _claim_run_folder(config, replace(begun, resumed=True, records=tmp_path, run_state=state))
+    claim_run_folder(config, replace(begun, resumed=True, records=tmp_path, run_state=state))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7  # the trackers cut them
     assert (tmp_path / "tensorboard").exists()
     assert RunState.read(tmp_path) == state
@@ -66,10 +70,21 @@ def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_alon
     records_of_a_run(tmp_path / "old", 7)
     records_of_a_run(tmp_path / "new", 2)
     config = make_config(run__save=str(tmp_path / "new"), checkpoint__load=str(tmp_path / "old"))
-    _claim_run_folder(config, replace(beginning(config, {}), resumed=True, records=tmp_path / "old"))
+    claim_run_folder(config, replace(beginning(config, {}), resumed=True, records=tmp_path / "old"))
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (tmp_path / "new" / name).read_text() == (tmp_path / "old" / name).read_text()
     assert RunState.read(tmp_path / "new") is None
+
+
+def test_open_logs_keeps_the_log_of_the_run_before(tmp_path: Path) -> None:
+    package, log = logging.getLogger("slime_ppo"), tmp_path / "logs" / "driver.log"
+    before = package.handlers, package.level, package.propagate
+    try:
+        for values in ({}, {"run__overwrite": True}, {"checkpoint__load": str(tmp_path)}):
+            open_logs(make_config(run__save=str(tmp_path), **values))
+    finally:
+        package.handlers, package.level, package.propagate = before
+    assert [line.split(" ", 3)[3] for line in log.read_text().splitlines()] == [f"process {os.getpid()} starts a run"] * 3
 
 
 def loading(start: StartPoint) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "slime_ppo"
 LAYERS = (
-    ("errors", "registry", "log"),
+    ("errors", "registry", "log", "disk"),
     ("parallel",),
     ("ppo_utils",),
     # the families' declarations and the look of folders: plain data, from which the config reads shapes too
@@ -32,6 +32,7 @@ LAYERS = (
     ("evaluation", "rollout_source", "saver"),
     ("trainer", "rollout_only"),
     ("sft_trainer",),
+    ("inputs", "run_folder"),
     ("launch",),
     ("command",),
 )
@@ -57,6 +58,8 @@ DRIVER_SIDE = (
     "rollout_only",
     "trainer",
     "sft_trainer",
+    "inputs",
+    "run_folder",
     "launch",
     "command",
     "registry",

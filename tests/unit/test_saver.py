@@ -3,7 +3,9 @@
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,11 +161,32 @@ def test_save_deletes_what_a_killed_run_left_half_done_and_nothing_else(tmp_path
     for name in ("actor/iter_0000007.partial", "critic/iter_0000007", "actor/notes", "rollout/dumps", "critic/hf"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").touch()
+    (tmp_path / "critic/iter_0000007/slime_ppo.json").write_text('{"run_id": "run-1"}')
     (tmp_path / "rollout" / "state_0000007.json.new").touch()
     save(make_saver(config), config, 8)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
     assert {"actor/notes", "rollout/dumps", "critic/hf"} <= left
     assert not [name for name in left if "0000007" in name]
+
+
+def test_save_deletes_the_checkpoints_of_runs_that_it_replaces_and_never_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run has come into the critic's folder since this one began, on a disk without locks."""
+    config = config_in(tmp_path, critic__save=str(tmp_path / "critics"))
+    for home, number, run_id in (("run", 5, "replaced"), ("other", 6, "another"), ("run", 7, "killed")):
+        before = config_in(tmp_path / home, critic__save=str(tmp_path / "critics"))
+        save(make_saver(before, state=RunState(run_id)), before, number)
+    (tmp_path / "critics" / "iter_0000008").mkdir()  # does not say whose it is
+    config = config_in(tmp_path / "run", critic__save=str(tmp_path / "critics"))
+    saver = make_saver(config)
+    saver.plan = replace(saver.plan, replaced_runs=frozenset({"replaced", "killed"}))
+    deleted: list[str] = []
+    monkeypatch.setattr("slime_ppo.saver._remove", lambda path: deleted.append(str(path.relative_to(tmp_path))))
+    save(saver, config, 9)
+    assert sorted(deleted[:2]) == ["critics/iter_0000005", "critics/iter_0000007"], "the actor's tell which runs there were"
+    assert sorted(deleted[2:4]) == ["run/actor/iter_0000005", "run/actor/iter_0000007"]
+    assert not [name for name in deleted[4:] if "iter_" in name]
 
 
 def test_save_over_what_a_killed_run_has_left_of_the_same_rollout_replaces_it(tmp_path: Path) -> None:
@@ -249,6 +272,33 @@ def test_save_that_the_ranks_cannot_write_says_so_and_where_to_go_on(tmp_path: P
     ):
         save(saver, config, 1)
     assert listed(tmp_path) == [] and on_disk_of_actor(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["critic save_checkpoint", "actor finish_save", "critic finish_save"])
+def test_save_in_background_that_fails_half_way_is_given_up_when_no_rank_writes_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    config = config_in(tmp_path)
+    saver = make_saver(config)
+    save(saver, config, 1)
+    role, method = step.split()
+    groups: Any = saver._groups
+    original = getattr(groups[role], method)
+
+    def fail(*arguments: object, **named: object) -> None:
+        if method == "finish_save":
+            original()
+        monkeypatch.undo()
+        raise CheckpointError("rank 1: disk quota exceeded")
+
+    monkeypatch.setattr(groups[role], method, fail)
+    with pytest.raises(CheckpointError, match="after 2 rollouts could not be saved: rank 1: disk quota exceeded"):
+        save(saver, config, 2, in_background=True)
+        saver.publish()
+    assert [group.writes_in for group in groups.values()] == [None, None], "a rank would write into a folder that is gone"
+    assert on_disk(tmp_path) == ["actor/iter_0000001", "critic/iter_0000001", "rollout/state_0000001.json"]
+    save(saver, config, 3)
+    assert listed(tmp_path) == [1, 3]
 
 
 def on_disk_of_actor(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slime_ppo.checkpoint.progress import Progress
+from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.config.cli import SFT, merge_settings
 from slime_ppo.config.fields import Value
 from slime_ppo.config.root import OPTION_BY_KEY, Config
@@ -22,6 +23,7 @@ from slime_ppo.tracking.console import rollout_line
 from slime_ppo.types.sample import Prompt
 from slime_ppo.types.stats import Stats
 from slime_ppo.types.step_plan import StepPlan
+from tests.helpers.played_time import PlayedTime
 from tests.helpers.saved_runs import make_saver
 from tests.helpers.trainer_parts import CountingPrompts, RecordingRole, RecordingTracker, step_stats
 
@@ -127,6 +129,34 @@ def test_run_that_is_resumed_trains_the_batches_that_are_left() -> None:
     run.trainer.run()
     assert [plan.rollout_id for plan in run.actor.plans] == [3]
     assert (run.progress.rollout_id, run.progress.version) == (4, 3)
+
+
+def test_run_that_saves_in_the_background_reports_the_time_and_has_it_when_the_next_batch_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = PlayedTime()
+    monkeypatch.setattr("slime_ppo.tracking.clock.time", played)
+    config = small(run__save=str(tmp_path), checkpoint__save_interval=2, checkpoint__async_save=True, sft__eval_interval=2)
+    run = Run(config, saves=True)
+    saver = run.trainer.parts.saver
+    assert saver is not None
+    [saved] = saver._groups.values()
+    monkeypatch.setattr(saved, "finish_save", played.slow(saved.finish_save, seconds=7.0))
+    run.trainer.run()
+    assert run.tracker.metric("perf/save_time") == pytest.approx([0, 0, 7, 0], abs=0.01)
+
+    def measure_once(handle: BatchHandle) -> tuple[BatchHandle, Stats]:
+        if len(cut.actor.plans) == 2:
+            raise NumericsError("not finite")
+        return measure(handle)
+
+    cut = Run(replace(config, run=replace(config.run, save=str(tmp_path / "cut"))), saves=True)
+    measure = cut.actor.compute_log_probs
+    cut.actor.compute_log_probs = measure_once  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match="not finite"):
+        cut.trainer.run()
+    state = RunState.read(tmp_path / "cut")
+    assert state is not None and [one.rollout_id for one in state.checkpoints] == [2]
 
 
 def _request(stop: StopRequest, when: bool) -> Stats:

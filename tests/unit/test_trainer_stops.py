@@ -13,11 +13,12 @@ from slime_ppo.checkpoint.progress import Progress
 from slime_ppo.checkpoint.run_state import RunState, SavedState
 from slime_ppo.config.fields import Value
 from slime_ppo.config.root import Config
-from slime_ppo.errors import CheckpointError, RewardError, RolloutError
-from slime_ppo.orchestration.interrupts import Preempted
+from slime_ppo.errors import CheckpointError, ParallelError, RewardError, RolloutError
+from slime_ppo.orchestration.interrupts import Interrupted, Preempted
 from slime_ppo.tracking.base import RolloutRecord
 from slime_ppo.trainer import PpoTrainer
 from tests.helpers.configs import make_config
+from tests.helpers.played_time import PlayedTime
 from tests.helpers.saved_runs import save_plan
 from tests.helpers.trainer_parts import Parts, step_stats
 
@@ -172,21 +173,71 @@ def test_loop_that_saves_in_the_background_publishes_after_the_next_generation(t
     assert "save actor as iter_0000003.partial" in journal, "the last one is waited for"
 
 
-def test_loop_that_fails_in_a_rollout_has_what_it_saved_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_in(tmp_path, checkpoint__save_interval=1, checkpoint__async_save=True)
-    parts = parts_in(config)
+def fail_in_second_rollout(parts: Parts, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its rewards, when a save in the background may be under way."""
     score, calls = parts.rewards.score, iter(range(NUM_ROLLOUT))
 
     def fails(*arguments: Any, **named: Any) -> Any:
         if next(calls) == 1:
-            raise RewardError("the user's function raised")
+            raise error
         return score(*arguments, **named)
 
     monkeypatch.setattr(parts.rewards, "score", fails)
-    with pytest.raises(RewardError, match="the user's function"):
+    with pytest.raises(type(error)) as caught:
         run(parts)
+    assert caught.value is error
+
+
+ENDS = (RewardError("the user's function"), RolloutError("lost"), TypeError("a bug"), Interrupted(signal.SIGINT))
+
+
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_loop_that_ends_in_a_rollout_has_what_it_saved_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    parts = parts_in(config_in(tmp_path, checkpoint__save_interval=1, checkpoint__async_save=True))
+    fail_in_second_rollout(parts, error, monkeypatch)
     state = RunState.read(tmp_path)
     assert state is not None and [one.rollout_id for one in state.checkpoints] == [1]
+
+
+def test_loop_that_ends_by_a_dead_rank_asks_no_rank_for_what_it_saved_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, checkpoint__save_interval=1, checkpoint__async_save=True)
+    parts = parts_in(config)
+    fail_in_second_rollout(parts, ParallelError("actor rank 1 died"), monkeypatch)
+    assert "finish actor" not in parts.journal and RunState.read(tmp_path) is None
+    assert [path.name for path in (tmp_path / "actor").iterdir()] == ["iter_0000001.partial"]
+    run(parts_in(config))
+    assert not list(tmp_path.glob("*/*.partial")), "the next run in the folder sweeps it"
+
+
+@pytest.mark.parametrize(
+    "error", [CheckpointError("disk full"), ParallelError("out of step")], ids=lambda error: type(error).__name__
+)
+def test_loop_that_ends_for_a_reason_tells_it_although_the_save_in_the_background_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    parts = parts_in(config_in(tmp_path, checkpoint__save_interval=1, checkpoint__async_save=True))
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(parts.critic, "finish_save", fails)
+    fail_in_second_rollout(parts, RewardError("the user's function"), monkeypatch)
+    assert RunState.read(tmp_path) is None
+
+
+def test_loop_reports_the_time_of_a_save_in_the_rollout_that_it_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedTime()
+    monkeypatch.setattr("slime_ppo.tracking.clock.time", played)
+    for in_background, slow in ((False, "save_checkpoint"), (True, "finish_save")):
+        folder = tmp_path / slow
+        parts = parts_in(config_in(folder, checkpoint__save_interval=2, checkpoint__async_save=in_background))
+        monkeypatch.setattr(parts.critic, slow, played.slow(getattr(parts.critic, slow), seconds=7.0))
+        assert run(parts).tracker.metric("perf/save_time") == pytest.approx([0, 0, 7], abs=0.01)
+        assert parts.tracker.metric("perf/step_time") == pytest.approx([0, 0, 7], abs=0.01)
 
 
 def test_loop_whose_save_fails_ends_with_what_is_left(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ fails, fails on all ranks with the same words, and a load changes nothing before
 """
 
 import io
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +24,13 @@ from slime_ppo.backends.megatron.stored_state import (
     stored_parameters,
     weight_pieces,
 )
-from slime_ppo.backends.megatron.torch_dist_io import Piece, RankWriter, TorchDistFolder, Written, write_metadata
+from slime_ppo.backends.megatron.torch_dist_io import Piece, RankWriter
 from slime_ppo.conversion.hf_io import write_companions
-from slime_ppo.conversion.torch_dist import BACKEND, BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
+from slime_ppo.conversion.torch_dist import BACKEND_FILE, COMMON_FILE, HF_FOLDER, OPTIMIZER_PREFIX, RNG_PREFIX
 from slime_ppo.conversion.torch_dist_folder import extra_states
+from slime_ppo.conversion.torch_dist_read import TorchDistReader
+from slime_ppo.conversion.torch_dist_write import Written, packed, write_common, write_metadata
+from slime_ppo.disk import flush, root_cause
 from slime_ppo.errors import CheckpointError
 from slime_ppo.types.load_report import LoadReport
 
@@ -87,7 +89,7 @@ def finish_save(role: "MegatronRole") -> None:
 
 
 def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, keeps_missing_head: bool = False) -> LoadReport:
-    """Take over the weights in `folder`, and with the optimizer its state and, where the layouts are equal, the random states.
+    """Take over the weights in `folder`, and with the optimizer its state and, where the ranks are alike, the random states.
 
     The role is awake; its layout may be another one than that of the ranks that have saved. Weights alone may be of another
     floating-point type. `keeps_missing_head`: a critic's value head stays as it is where `folder` holds none. Raises
@@ -96,31 +98,37 @@ def load_checkpoint(role: "MegatronRole", folder: str, *, with_optimizer: bool, 
     """
     _check_awake(role)
     action, path = f"loading {folder}", Path(folder)
-    source = _agree(lambda: TorchDistFolder(path), action)
+    source = _agree(lambda: TorchDistReader(path), action)
     common = _agree(lambda: _read_common(path), action) if with_optimizer else {}
     steps = int(common["optimizer_steps"]) if with_optimizer else 0
     stored = stored_parameters(role.models, role.table, role.layout)
-    keeps_head = keeps_missing_head and role.table.head == "value" and not source.holds(_VALUE_HEAD, (1, role.shape.hidden_size))
+    keeps_head = keeps_missing_head and role.table.head == "value" and not _holds_head(source, role.shape.hidden_size)
     if keeps_head:
         stored = [one for one in stored if one.place.key != _VALUE_HEAD]
     shards = optimizer_shards(role.optimizer, stored) if with_optimizer else []
     weights = [piece for one in stored for piece in weight_pieces(one)]
     expected = weights + [piece for shard in shards for piece in shard.expected_pieces(with_moments=steps > 0)]
     _check_contents(source, expected, with_optimizer=with_optimizer, ignored=(_VALUE_HEAD,) if keeps_head else ())
-    items = _agree(lambda: source.plan(expected), action)
+    plan = _agree(lambda: source.plan([piece.region for piece in expected]), action)
 
     if with_optimizer:
         set_steps_done(role.optimizer, steps)
     for one in stored:
         if one.place.padded:
             one.parameter.data.zero_()
-    _agree(lambda: source.read(items, weights + [piece for shard in shards for piece in shard.pieces()]), action)
+    pieces = weights + [piece for shard in shards for piece in shard.pieces()]
+    _agree(lambda: source.fill(plan, [piece.tensor for piece in pieces]), action)
     if not with_optimizer:
         role.optimizer.reload_model_params()
-    restores_rng = with_optimizer and common["layout"] == asdict(role.layout)
+    restores_rng = with_optimizer and common.get("ranks") == _ranks(role)
     if restores_rng:
         _restore_rng(_agree(lambda: source.read_object(_rng_key(role)), action))
     return LoadReport(with_optimizer=with_optimizer, restored_rng=restores_rng)
+
+
+def _holds_head(source: TorchDistReader, hidden_size: int) -> bool:
+    found = source.tensors.get(_VALUE_HEAD)
+    return found is not None and tuple(found.size) == (1, hidden_size)
 
 
 def _check_awake(role: "MegatronRole") -> None:
@@ -142,21 +150,11 @@ def _agree(make: Callable[[], Made], action: str) -> Made:
     except CheckpointError as error:
         problem, cause = str(error), error
     except (OSError, RuntimeError) as error:
-        problem, cause = f"{action} failed: {_root(error)}", error
+        problem, cause = f"{action} failed: {root_cause(error)}", error
     found = [one for one in gather_objects(problem, dist.group.WORLD) if one is not None]
     if found:
         raise CheckpointError("; ".join(dict.fromkeys(found))) from cause
     return made  # type: ignore[return-value]
-
-
-def _root(error: BaseException) -> str:
-    """The system's error below one of torch's, which says nothing of a full disk."""
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, OSError):
-            return str(below)
-        below = below.__cause__ or below.__context__
-    return f"{type(error).__name__}: {error}"
 
 
 def _make_folder(folder: Path) -> None:
@@ -187,15 +185,8 @@ def _own_pieces(role: "MegatronRole") -> list[Piece]:
 def _own_objects(role: "MegatronRole") -> dict[str, bytes]:
     """This rank's random states; from the first rank also the extra states of linears, all empty, that Megatron's own loader asks
     for."""
-    empty = dict.fromkeys(extra_states(role.table), _packed(None)) if _is_first(role) else {}
+    empty = dict.fromkeys(extra_states(role.table), packed(None)) if _is_first(role) else {}
     return {_rng_key(role): _rng_state(role)} | empty
-
-
-def _packed(value: object) -> bytes:
-    """An object as Megatron stores it: the list of its copies."""
-    buffer = io.BytesIO()
-    torch.save([value], buffer)
-    return buffer.getvalue()
 
 
 def _common_state(role: "MegatronRole", steps: int) -> dict[str, Any]:
@@ -203,7 +194,7 @@ def _common_state(role: "MegatronRole", steps: int) -> dict[str, Any]:
     common: dict[str, Any] = {
         "checkpoint_version": 3.0,
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True},
-        _OWN_SECTION: {"format": 1, "optimizer_steps": steps, "layout": asdict(role.layout)},
+        _OWN_SECTION: {"format": 1, "optimizer_steps": steps, "ranks": _ranks(role)},
     }
     if steps:
         parts = [
@@ -220,21 +211,11 @@ def _complete(role: "MegatronRole", save: UnfinishedSave, everything: Sequence[W
     companions = save.folder / HF_FOLDER
     companions.mkdir()
     write_companions(companions, source=Path(role.settings.model.hf_folder), config_changes=role.table.config_changes)
-    torch.save(save.common, save.folder / COMMON_FILE)
-    (save.folder / BACKEND_FILE).write_text(json.dumps(BACKEND), encoding="utf-8")
+    write_common(save.folder, save.common)
     write_metadata(save.folder, everything)
     written = (*companions.iterdir(), companions, save.folder / COMMON_FILE, save.folder / BACKEND_FILE, save.folder)
     for path in written:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    """Of a file the content, of a folder the names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(path)
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
@@ -253,15 +234,15 @@ def _read_common(folder: Path) -> dict[str, Any]:
     return section
 
 
-def _check_contents(source: TorchDistFolder, expected: Sequence[Piece], *, with_optimizer: bool, ignored: Sequence[str]) -> None:
+def _check_contents(source: TorchDistReader, expected: Sequence[Piece], *, with_optimizer: bool, ignored: Sequence[str]) -> None:
     """One CheckpointError, the same on all ranks, with every difference between what they expect and what is there. Collective."""
     problems: dict[str, list[str]] = {"missing": [], "of another shape or type": []}
     wanted = {piece.key: piece for piece in expected}
     for key, piece in wanted.items():
-        if key not in source.keys:
+        found = source.tensors.get(key)
+        if found is None:
             problems["missing"].append(key)
             continue
-        found = source.tensor(key)
         dtype, whole = found.properties.dtype, tuple(found.size)
         fits = dtype == piece.tensor.dtype or (not with_optimizer and dtype.is_floating_point)
         if not (fits and piece.fits(whole)):
@@ -270,15 +251,20 @@ def _check_contents(source: TorchDistFolder, expected: Sequence[Piece], *, with_
             )
     everyone = gather_objects((set(wanted), problems), dist.group.WORLD)
     known = set(ignored).union(*(keys for keys, _ in everyone))
-    of_model = {key for key in source.tensor_keys if with_optimizer or not key.startswith(OPTIMIZER_PREFIX)}
+    of_model = {key for key in source.tensors if with_optimizer or not key.startswith(OPTIMIZER_PREFIX)}
     lists = {what: sorted({one for _, found in everyone for one in found[what]}) for what in problems}
     lists["unexpected"] = sorted(of_model - known)
     if any(lists.values()):
         raise CheckpointError(
-            f"{source.path} does not hold this model: "
+            f"{source.folder} does not hold this model: "
             + "; ".join(f"{what}: {', '.join(names)}" for what, names in lists.items() if names)
             + ". Load a checkpoint of the same model"
         )
+
+
+def _ranks(role: "MegatronRole") -> dict[str, object]:
+    """Random states mean the same between equal ones: the layout, and the kind of device, which has generators of its own."""
+    return asdict(role.layout) | {"device": role.device.type}
 
 
 def _rng_key(role: "MegatronRole") -> str:
@@ -290,7 +276,7 @@ def _rng_state(role: "MegatronRole") -> bytes:
     states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if role.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    return _packed(states)
+    return packed(states)
 
 
 def _restore_rng(content: bytes) -> None:

@@ -129,7 +129,9 @@ def _hand_out(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, group_r
             dist.broadcast(tensor, group=group, group_src=group_rank)
 
 
-def save_hf_folder(exporter: WeightExporter, folder: str, *, source: str, bucket_bytes: int, writes: bool) -> None:
+def save_hf_folder(
+    exporter: WeightExporter, folder: str, *, source: str, bucket_bytes: int, writes: bool, durable: bool = True
+) -> None:
     """Write the weights as a Hugging Face folder, one bucket at a time, from the rank that `writes`. Collective.
 
     `source` is the folder whose config and tokenizer are copied. A critic's folder names its head `score.weight`, as

@@ -102,7 +102,8 @@ def _main_parameters(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Para
     """Each parameter of which this rank updates a range, and that range in float32.
 
     Not by `model_param_group_index_map`: in a group with parameters of both types (a bfloat16 critic, whose head is float32) it
-    numbers them in another order than the optimizer has them.
+    numbers them in another order than the optimizer has them, for which Megatron (0.16 to 0.19) can neither save nor load their
+    states.
     """
     of_bf16, of_fp32 = part.shard_fp32_from_float16_groups, part.shard_fp32_groups
     for groups, shards in ((part.model_float16_groups, of_bf16), (part.model_fp32_groups, of_fp32)):

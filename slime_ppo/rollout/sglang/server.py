@@ -41,6 +41,8 @@ _READY_POLL_S = 0.1
 _END_TIMEOUT_S = 20.0
 _SHOWN_LOG_LINES = 12
 _SHOWN_LINE_CHARS = 400
+# how a log is read from its end, and how much of it at most where lines never end
+_LOG_BLOCK_BYTES, _MOST_LOG_BYTES = 2**14, 2**20
 _SGLANG_TITLE = "sglang::"
 
 
@@ -225,9 +227,15 @@ def _inherited() -> dict[str, str]:
 
 
 def last_lines(log_file: str, count: int = _SHOWN_LOG_LINES) -> str:
-    """The end of a server's log, for an error text."""
-    with contextlib.suppress(OSError):
-        lines = Path(log_file).read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    """The end of a server's log, for an error text. A log of weeks is not read to its beginning for that."""
+    with contextlib.suppress(OSError), open(log_file, "rb") as file:
+        start, found = file.seek(0, os.SEEK_END), b""
+        # one line more than is shown: the first may be cut
+        while start > 0 and found.count(b"\n") <= count and len(found) < _MOST_LOG_BYTES:
+            end, start = start, max(start - _LOG_BLOCK_BYTES, 0)
+            file.seek(start)
+            found = file.read(end - start) + found
+        lines = found.decode("utf-8", errors="replace").splitlines()[-count:]
         return f"the last lines of {log_file}:\n" + "\n".join(line[:_SHOWN_LINE_CHARS] for line in lines)
     return f"{log_file} cannot be read"
 

@@ -119,24 +119,59 @@ def failed_save(case: Case, folder: str, again: str) -> tuple[str, str]:
     return problems[0], problems[1]
 
 
-def rng_after_load(case: Case, folder: str) -> bool:
-    """True when the random states of the save are there again after a load."""
+def rng_after_load(case: Case, folder: str) -> tuple[bool, list[bool]]:
+    """(the random states of the save are there again after a load; the same after loads of what ranks on another kind of device
+    have saved, and of what says nothing of its ranks)."""
     role = _start_actor(case)
     torch.manual_seed(1234 + dist.get_rank())
     tensor_parallel.get_cuda_rng_tracker().add("test", 99 + dist.get_rank())
     saved = torch.get_rng_state(), tensor_parallel.get_cuda_rng_tracker().get_states()
     save_checkpoint(role, folder, in_background=False)
-    torch.manual_seed(7)
-    tensor_parallel.get_cuda_rng_tracker().reset()
-    load_checkpoint(role, folder, with_optimizer=True)
-    states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    equal = states.keys() == saved[1].keys() and all(torch.equal(states[name], saved[1][name]) for name in states)
-    return torch.equal(torch.get_rng_state(), saved[0]) and equal
+
+    def restored() -> bool:
+        torch.manual_seed(7)
+        tensor_parallel.get_cuda_rng_tracker().reset()
+        report = load_checkpoint(role, folder, with_optimizer=True)
+        states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        equal = states.keys() == saved[1].keys() and all(torch.equal(states[name], saved[1][name]) for name in states)
+        equal = equal and torch.equal(torch.get_rng_state(), saved[0])
+        if report.restored_rng != equal:
+            raise AssertionError(f"the load reports {report.restored_rng}, and the states are the saved ones: {equal}")
+        return equal
+
+    as_saved, others = restored(), []
+    for change in (lambda own: own["ranks"].update(device={"cpu": "cuda"}[own["ranks"]["device"]]), lambda own: own.pop("ranks")):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            common = torch.load(f"{folder}/common.pt", weights_only=True)
+            change(common["slime_ppo"])
+            torch.save(common, f"{folder}/common.pt")
+        dist.barrier()
+        others.append(restored())
+    return as_saved, others
 
 
 def load_by_megatron(case: Case, folder: str) -> Resumed:
     """The actor as Megatron's own code loads it from our checkpoint, trained as `load_and_go_on`."""
     role = _start_actor(case)
+    _load_by_megatron(role, folder)
+    _train(role, case, 1)
+    return Resumed(None, _whole(role, _data))
+
+
+def refusal_by_megatron(case: Case, folder: str) -> str:
+    """Why Megatron's own code does not load the critic from our checkpoint, which is made in `folder`."""
+    role = _start_critic(case)
+    _train(role, case, 0)
+    save_checkpoint(role, folder, in_background=False)
+    try:
+        _load_by_megatron(role, folder)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
+
+
+def _load_by_megatron(role: MegatronRole, folder: str) -> None:
     [model] = role.models
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -148,5 +183,3 @@ def load_by_megatron(case: Case, folder: str) -> Resumed:
     state = dist_checkpointing.load(asked, folder)
     model.load_state_dict(state["model"], strict=False)
     role.optimizer.load_state_dict(state["optimizer"])
-    _train(role, case, 1)
-    return Resumed(None, _whole(role, _data))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime_ppo.backends.megatron.torch_dist_io import Piece, TorchDistFolder
 from slime_ppo.config.ppo import PpoConfig
+from slime_ppo.conversion.torch_dist_read import TorchDistReader
 from slime_ppo.parallel.layout import ParallelLayout
 from slime_ppo.parallel.worker_settings import BatchSettings, ExecutionSettings
 from tests.dist.backends.cases import Case
@@ -42,14 +42,9 @@ def run(megatron_pool: RankPool, tmp_path: Path) -> Run:
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    source = TorchDistFolder(folder)
-    wholes = {}
-    for key in source.tensor_keys:
-        found = source.tensor(key)
-        wholes[key] = torch.full(found.size, torch.nan, dtype=found.properties.dtype)
-    pieces = [Piece(key, tuple(whole.shape), (0,) * whole.dim(), whole, of_vocabulary=False) for key, whole in wholes.items()]
-    source.read(source.plan(pieces), pieces)
-    return wholes
+    source = TorchDistReader(folder)
+    source.check_whole()
+    return {key: source.read_whole(key) for key in source.tensors}
 
 
 def assert_same_contents(folder: Path, expected: Path) -> None:
@@ -125,12 +120,15 @@ def test_mixture_passes_from_one_rank_to_expert_parallel_ranks_and_on(run: Run, 
 
 
 def test_checkpoint_is_one_to_megatrons_own_loader(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
-    """Asked strictly, with the optimizer, on the same ranks and on others."""
+    """Asked strictly, with the optimizer, on the same ranks and on others. Not the optimizer of a bfloat16 critic, whose head is
+    float32, which Megatron could not have saved either: README's sentence goes when this load does not raise any more."""
     case, names = make_case(PpoConfig()), ["actor"]
     straight = run("save_and_go_on", case, TP2, folder=str(tmp_path), names=names)
     for layout, tolerance in ((TP2, 0.0), (PP2, 1e-2 * case.lr * 3)):
         loaded = run("load_by_megatron", case, layout, folder=str(tmp_path / "actor"))
         assert largest_gap({"actor": loaded}, straight) <= tolerance
+    mixed, folder = replace(case, dtype="bfloat16"), str(tmp_path / "mixed")
+    assert run("refusal_by_megatron", mixed, ONE, folder=folder).startswith("The size of tensor a (64) must match")
 
 
 def test_weights_alone_start_a_fresh_optimizer_and_change_their_type(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
@@ -144,8 +142,9 @@ def test_weights_alone_start_a_fresh_optimizer_and_change_their_type(run: Run, m
         assert np.array_equal(weights["model.embed_tokens.weight"], expected)
 
 
-def test_random_states_come_back_on_an_equal_layout(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
-    assert run("rng_after_load", make_case(PpoConfig()), TP2, folder=str(tmp_path / "saved"))
+def test_random_states_come_back_on_an_equal_layout_and_kind_of_device(run: Run, make_case: CaseMaker, tmp_path: Path) -> None:
+    found = run("rng_after_load", make_case(PpoConfig()), TP2, folder=str(tmp_path / "saved"))
+    assert found == (True, [False, False])
 
 
 def test_checkpoint_of_another_model_is_refused_with_every_difference_at_once(
@@ -179,7 +178,7 @@ def test_broken_checkpoint_is_refused_by_the_name_of_its_file(run: Run, make_cas
         "cut": (
             data.name,
             lambda path: os.truncate(path, size // 2),
-            f"has {size // 2} bytes, expected {size} or more",
+            f"has {size // 2:,} bytes, expected {size:,} or more",
         ),
         "no index": (".metadata", Path.unlink, "is no torch_dist checkpoint: it has no .metadata"),
         "cut index": (".metadata", lambda path: os.truncate(path, 100), ".metadata cannot be read"),

@@ -1,6 +1,7 @@
 """What --load is taken for, what a resumed run gets back, and everything that keeps one from resuming."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_ppo.checkpoint.run_state import RunState
-from slime_ppo.checkpoint.start import ORDER_SETTINGS, StartPoint, check_role_folders_free, find_start
+from slime_ppo.checkpoint.start import ORDER_SETTINGS, StartPoint, check_role_folders_free, find_start, replaced_runs
 from slime_ppo.config.fields import Value
 from slime_ppo.config.model_shape import ModelShape
 from slime_ppo.config.roles import RoleName
@@ -139,7 +140,7 @@ def test_find_start_from_a_run_folder_gets_everything_back(run: Path, shapes: Sh
     assert start.told({"actor": LoadReport(True, True), "critic": LoadReport(True, False)}) == (
         f"resumed from {run} after 4 of 10 rollouts: weights and optimizer of actor and critic, place in the prompts, "
         "KL coefficient 0, weight version 4, 1 samples that wait for their training; "
-        "new random states for the ranks of the critic, whose layout is another"
+        "new random states for the ranks of the critic, whose layout or kind of device is another"
     )
 
 
@@ -332,12 +333,78 @@ def test_find_start_with_a_damaged_checkpoint_tells_the_way_to_the_earlier_one(r
 # folders that another run saves into
 
 
-def test_check_role_folders_free_refuses_the_checkpoints_of_another_run(run: Path, tmp_path: Path, shapes: Shapes) -> None:
-    config = make_config(run__save=str(tmp_path / "second"), critic__save=str(run / "critic"))
+def foreign(folder: Path, owner: str, advice: str) -> str:
+    """The refusal of the critics of another run in `folder`, as a pattern."""
+    text = f"{folder} already holds checkpoints (iter_0000002, iter_0000004) of {owner}, not of this run's critic. Choose another "
+    return re.escape(text + advice)
+
+
+def overwriting(config: Config) -> Config:
+    return replace(config, run=replace(config.run, overwrite=True))
+
+
+ONLY_BY_HAND = "folder, or move them away: --overwrite speaks of --save only"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_check_role_folders_free_refuses_the_checkpoints_of_another_run(
+    run: Path, tmp_path: Path, shapes: Shapes, overwrite: bool
+) -> None:
+    config = make_config(run__save=str(tmp_path / "second"), critic__save=str(run / "critic"), run__overwrite=overwrite)
     start = start_of(config, shapes)
-    with pytest.raises(ConfigError, match=r"critic already holds checkpoints \(iter_0000002, iter_0000004\), which are not"):
+    with pytest.raises(ConfigError, match=foreign(run / "critic", f"run run-1 in {run}", ONLY_BY_HAND)):
         check_role_folders_free(config, start.run_state)
     check_role_folders_free(loading(run), start_of(loading(run), shapes).run_state)
+
+
+def test_check_role_folders_free_with_overwrite_gives_up_the_run_in_save_and_its_critics_elsewhere(
+    tmp_path: Path, shapes: Shapes
+) -> None:
+    critics = tmp_path / "critics"
+    config = make_config(run__save=str(tmp_path / "run"), critic__save=str(critics))
+    saver = make_saver(config, shapes=shapes)
+    for number in (2, 4):
+        saver.save(progress_after(config, number, prompts={"drawn": 16}))
+    with pytest.raises(ConfigError, match=r"actor already holds checkpoints .* of run run-1 in .*Choose .*, or say --overwrite"):
+        check_role_folders_free(config, RunState("new"))
+    again = overwriting(config)
+    assert replaced_runs(config) == frozenset() and replaced_runs(again) == {"run-1"}
+    check_role_folders_free(again, RunState("new"))
+    # a copy of the run folder shares its critics, and neither run may delete those of the other
+    copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    for values in ({"run__overwrite": True}, {"run__overwrite": True, "checkpoint__load": str(copy)}):
+        config = make_config(run__save=str(copy), critic__save=str(critics), **values)
+        with pytest.raises(ConfigError, match=foreign(critics, f"run run-1 in {tmp_path}/run", ONLY_BY_HAND)):
+            check_role_folders_free(config, RunState("new"))
+    shutil.rmtree(tmp_path / "run")  # so that the copy is the run
+    check_role_folders_free(config, RunState("new"))
+
+
+def test_check_role_folders_free_with_overwrite_gives_up_critics_that_a_run_without_one_has_left_in_save(
+    run: Path, tmp_path: Path, shapes: Shapes
+) -> None:
+    without = overwriting(make_config(run__save=str(run), ppo__advantage_estimator="grpo"))
+    saver = make_saver(without, shapes=shapes, state=RunState("run-2"))
+    saver.plan = replace(saver.plan, replaced_runs=replaced_runs(without))
+    saver.save(progress_after(without, 2, prompts={"drawn": 16}))
+    assert [path.name for path in (run / "actor").glob("iter_*")] == ["iter_0000002"]
+    config = make_config(run__save=str(run))
+    with pytest.raises(ConfigError, match="actor already holds"):
+        check_role_folders_free(config, RunState("new"))
+    check_role_folders_free(overwriting(config), RunState("new"))
+    elsewhere = make_config(run__save=str(tmp_path / "b"), critic__save=str(run / "critic"), run__overwrite=True)
+    with pytest.raises(ConfigError, match="of run run-1"):
+        check_role_folders_free(elsewhere, RunState("new"))
+
+
+def test_check_role_folders_free_takes_checkpoints_that_name_no_run_for_another_ones(tmp_path: Path) -> None:
+    for role in ("actor", "critic"):
+        (tmp_path / role / "iter_0000002").mkdir(parents=True)
+    config = make_config(run__save=str(tmp_path))
+    with pytest.raises(ConfigError, match="actor already holds checkpoints .* of a run that they do not name.*or say --overwrite"):
+        check_role_folders_free(config, RunState("new"))
+    with pytest.raises(ConfigError, match="critic already holds checkpoints .* of a run that they do not name.*or move them away"):
+        check_role_folders_free(overwriting(config), RunState("new"))
 
 
 def test_run_of_the_other_script_is_refused_and_its_weights_are_named(run: Path, shapes: Shapes) -> None:
@@ -357,9 +424,9 @@ def test_check_role_folders_free_refuses_another_runs_critics_in_a_folder_that_g
     config = loading(second, critic__save=str(run / "critic"))
     start = start_of(config, shapes)
     assert start.resumed == resumes
-    with pytest.raises(ConfigError, match=r"critic already holds checkpoints \(iter_0000002, iter_0000004\), which are not"):
-        check_role_folders_free(config, start.run_state)
-    check_role_folders_free(replace(config, run=replace(config.run, overwrite=True)), start.run_state)
+    for one in (config, overwriting(config)):
+        with pytest.raises(ConfigError, match=foreign(run / "critic", f"run run-1 in {run}", ONLY_BY_HAND)):
+            check_role_folders_free(one, start.run_state)
 
 
 @pytest.mark.parametrize("resumes", [False, True])

@@ -57,7 +57,9 @@ def test_check_replaceable_of_a_file_refuses(tmp_path: Path) -> None:
 def test_check_weight_files_that_are_whole_pass(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(_weights(NORM | {"__metadata__": {"format": "pt"}}, 8))
     check_weight_files(tmp_path)
-    (tmp_path / "one.safetensors").write_bytes(_weights(NORM, 8))
+    _index(tmp_path, {"norm": "model.safetensors"})
+    check_weight_files(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     _index(tmp_path, {"norm": "one.safetensors"})
     check_weight_files(tmp_path)
 
@@ -88,12 +90,26 @@ def test_check_weight_files_without_weights_names_the_folder(tmp_path: Path) -> 
     (tmp_path / "other.safetensors").write_bytes(_weights(NORM, 8))
     with pytest.raises(CheckpointError, match=f"{tmp_path} holds neither model.safetensors nor"):
         check_weight_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is not read: save it again with safetensors"):
+        check_weight_files(tmp_path)
+
+
+def test_check_weight_files_where_a_file_and_an_index_of_others_are_two_models_refuses(tmp_path: Path) -> None:
+    """transformers would load the file."""
+    for name in ("model", "one"):
+        (tmp_path / f"{name}.safetensors").write_bytes(_weights(NORM, 8))
+    _index(tmp_path, {"norm": "one.safetensors"})
+    for read in (check_weight_files, read_tensor_entries):
+        with pytest.raises(CheckpointError, match=r"holds model.safetensors, and a model.safetensors.index.json of other files"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
         ({"norm": "one.safetensors", "head": "gone.safetensors"}, "names gone.safetensors, which is not in"),
+        ({"norm": "lost.safetensors", "head": "gone.safetensors"}, "names gone.safetensors, lost.safetensors, which are not in"),
         ({"norm": "one.safetensors", "head": "one.safetensors"}, "says that one.safetensors holds head, which it does not"),
         (["norm"], "has no readable weight_map"),
     ],
@@ -107,10 +123,10 @@ def test_check_weight_files_with_an_index_that_is_wrong_names_it(tmp_path: Path,
 
 
 def test_read_tensor_entries_tells_file_type_and_shape_with_and_without_an_index(tmp_path: Path) -> None:
-    norm = TensorEntry("model.safetensors", "F32", (2,))
+    norm = TensorEntry("model.safetensors", "F32", (2,), 8)
     (tmp_path / "model.safetensors").write_bytes(_weights(NORM | {"__metadata__": {"format": "pt"}}, 8))
     assert read_tensor_entries(tmp_path) == {"norm": norm}
-    (tmp_path / "one.safetensors").write_bytes(_weights(NORM, 8))
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     _index(tmp_path, {"norm": "one.safetensors"})
     assert read_tensor_entries(tmp_path) == {"norm": replace(norm, file="one.safetensors")}
     (tmp_path / "one.safetensors").write_bytes(_weights(NORM, 7))

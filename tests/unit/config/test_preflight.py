@@ -85,7 +85,8 @@ def test_preflight_checks_each_role_against_its_own_shape(make: Make, tmp_path: 
 
 def test_check_files_with_missing_prompts_names_flag_and_path(make: Make, tmp_path: Path) -> None:
     assert _refusal(make(data__prompt_data="nowhere.jsonl")).startswith("--prompt-data nowhere.jsonl: no such file")
-    assert "is a folder, expected a JSON Lines file" in _refusal(make(data__prompt_data=str(tmp_path)))
+    (tmp_path / "empty").mkdir()
+    assert "empty (--prompt-data) holds no prompts" in _refusal(make(data__prompt_data=f"{tmp_path}/empty@[:9]"))
     evaluating: dict[str, Value] = {"eval__eval_interval": 1, "eval__eval_prompt_data": "nowhere.jsonl"}
     assert _refusal(make(**evaluating)).startswith("--eval-prompt-data nowhere.jsonl: no such file")
     check_files(make(**(evaluating | {"eval__eval_interval": 0})))
@@ -196,6 +197,7 @@ def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_ov
         "critic__save": str(tmp_path / "critic"),
         "run__overwrite": True,
     }
+    ran_before(make(**values))
     check_files(make(**values))
     (folder / "thesis.txt").touch()
     message = _refusal(make(**values))
@@ -205,11 +207,29 @@ def test_check_files_with_a_folder_that_would_be_deleted_is_refused_even_with_ov
     assert (folder / "thesis.txt").exists()
 
 
-def test_check_files_with_saved_weights_in_the_critic_folder_needs_overwrite(make: Make, tmp_path: Path) -> None:
+def ran_before(config: Config) -> None:
+    """What a run with this config leaves of itself."""
+    Path(config.run.save).mkdir(exist_ok=True)
+    (Path(config.run.save) / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+
+
+def test_check_files_with_saved_weights_in_the_critic_folder_needs_overwrite_and_a_run_that_has_saved_them(
+    make: Make, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "critic")
     write_model_folder(tmp_path / "critic" / "hf")
-    assert f"--critic-save (its hf folder) {folder}/hf: already holds saved weights" in _refusal(make(critic__save=folder))
-    check_files(make(critic__save=folder, run__overwrite=True))
+    values: dict[str, Value] = {"critic__save": folder, "run__save": str(tmp_path / "run")}
+    foreign = f"--critic-save (its hf folder) {folder}/hf: already holds saved weights. Choose another folder, or move them away"
+    assert foreign in _refusal(make(**values))
+    for other in (None, make(**(values | {"critic__save": f"{tmp_path}/other"})), make(**(values | {"critic__save": None}))):
+        if other is not None:
+            ran_before(other)
+        assert foreign in _refusal(make(**values, run__overwrite=True)), "no run in --save has saved them"
+    ran_before(make(**values))
+    assert "already holds saved weights. Choose another folder, or say --overwrite" in _refusal(make(**values))
+    check_files(make(**values, run__overwrite=True))
+    (tmp_path / "run" / "run_state.json").touch()
+    check_files(make(**values, checkpoint__load=str(tmp_path / "run")))
     (tmp_path / "empty").mkdir()
     check_files(make(critic__save=str(tmp_path / "empty")))
 

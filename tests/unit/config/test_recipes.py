@@ -32,9 +32,9 @@ def test_recipe_passes_the_dry_run_and_tells_its_plans(
     assert "Warnings" not in shown.out
     comments = [line.removeprefix("#").strip() for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     printed = [line.strip() for line in shown.out.splitlines()]
-    plans = (
-        printed[1 : printed.index("Placement")] + printed[printed.index("Memory per rank (activations and logits are rough)") + 1 :]
-    )
+    memory, starts = printed.index("Memory per rank (activations and logits are rough)"), printed.index("Start")
+    plans = printed[1 : printed.index("Placement")] + printed[memory + 1 : starts]
+    assert printed[starts + 1].endswith("holds no checkpoint yet: the run starts at its beginning")
     explained = "rollout: a rank of a server", "on a GPU what"
     assert [line for line in plans if line and line not in comments and not line.startswith(explained)] == []
     submits = f"-- python scripts/train_ppo.py --config configs/{recipe.name}"

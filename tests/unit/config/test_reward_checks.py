@@ -82,3 +82,12 @@ def test_reward_requests_end_before_the_call_is_killed() -> None:
     reward = make_config(**REMOTE, reward__reward_timeout_s=10.0).reward
     assert (reward.requests_s, reward.request_timeout_s) == (9.0, 9.0)
     assert make_config(**REMOTE, reward__rm_timeout_s=2.0).reward.request_timeout_s == 2.0
+
+
+def test_reward_that_takes_too_long_counts_as_zero_with_math_and_as_a_bad_sample_otherwise() -> None:
+    def policy(**values: Value) -> str:
+        return make_config(**values).reward.timeout_policy
+
+    assert (policy(), policy(reward__rm_type="math"), policy(reward__on_bad_sample="drop")) == ("error", "zero", "drop")
+    assert policy(reward__rm_type="math", reward__custom_rm_path="my.score") == "error"
+    assert policy(reward__rm_type="math", reward__on_reward_timeout="drop") == "drop"

@@ -1,10 +1,14 @@
 """Both converters on folders: bit-equal round trips, complete lists of what is wrong, and outputs that are whole or not there."""
 
+import errno
+import io
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,8 +180,8 @@ def test_torch_dist_of_another_model_is_one_complete_list(tmp_path: Path) -> Non
     ("damage", "message"),
     [
         (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04"), r"\.metadata cannot be read"),
-        (lambda folder: (folder / "__0_1.distcp").unlink(), r"__0_1\.distcp is not there"),
-        (lambda folder: (folder / "__0_1.distcp").write_bytes(b"short"), r"__0_1\.distcp ends after 5 bytes, expected [\d,]+"),
+        (lambda folder: (folder / "__0_1.distcp").unlink(), r"__0_1\.distcp: No such file"),
+        (lambda folder: (folder / "__0_1.distcp").write_bytes(b"short"), r"__0_1\.distcp has 5 bytes, expected [\d,]+ or more"),
         (lambda folder: shutil.rmtree(folder.parent / "hf"), r"no hf/config\.json beside it, .* --hf-folder"),
         (lambda folder: (folder / ".metadata").unlink(), r"names '0', but .* is not there"),
     ],
@@ -196,7 +200,7 @@ def test_numbers_that_are_damaged_are_an_error_and_leave_nothing_behind(tmp_path
     middle = _to_torch_dist(make_tiny_llama(tmp_path / "hf"), tmp_path / "out")
     file = middle / "iter_0000000" / "__0_1.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(CheckpointError, match=r"embedding\.word_embeddings\.weight cannot be read"):
+    with pytest.raises(CheckpointError, match=r"__0_1\.distcp: embedding\.word_embeddings\.weight cannot be read"):
         _to_hf(middle, tmp_path / "back")
     assert not list(tmp_path.glob("back*"))
 
@@ -280,3 +284,134 @@ def test_file_that_cannot_be_written_to_its_end_is_an_error_and_leaves_the_earli
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert file_sizes(out) == before and [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+def _input(tmp_path: Path, write: Callable[..., Path]) -> Path:
+    source = make_tiny_llama(tmp_path / "hf")
+    return source if write is _to_torch_dist else _to_torch_dist(source, tmp_path / "source")
+
+
+@pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
+def test_everything_that_is_published_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Path], Path]
+) -> None:
+    source, out, steps = _input(tmp_path, write), tmp_path / "new" / "out", list[str]()
+    fsync, rename = os.fsync, Path.rename
+
+    def flushed(handle: int) -> None:
+        steps.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def renamed(self: Path, target: Path) -> Path:
+        steps.append(f"name of {target}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    write(source, out)
+    partial, named = str(out.with_name("out.partial")), steps.index(f"name of {out}")
+    expected = {partial, *(f"{partial}/{path.relative_to(out)}" for path in out.rglob("*"))}
+    assert expected <= set(steps[:named]) and str(tmp_path) in steps[:named]
+    assert steps[named + 1 :] == [str(out.parent)]
+
+
+@pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
+def test_disk_that_is_full_after_the_weights_is_an_error_and_leaves_the_earlier_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Path], Path]
+) -> None:
+    source = _input(tmp_path, write)
+    out = write(source, tmp_path / "out")
+    before = file_sizes(out)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    with pytest.raises(CheckpointError, match=r"out cannot be written \(.*No space left.*\): make room, or write elsewhere"):
+        write(source, out)
+    assert file_sizes(out) == before and [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+@pytest.mark.parametrize("wrong", ["numbers", "shapes", "gone"])
+@pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
+def test_input_that_changes_while_it_is_read_is_no_mixture_of_two_models(
+    tmp_path: Path, write: Callable[[Path, Path], Path], wrong: str
+) -> None:
+    """As when a run saves over it: the rest comes from another model of the same shape, of another one, or from nowhere."""
+    source, out = _input(tmp_path, write), tmp_path / "out"
+    other = make_tiny_llama(tmp_path / "other", seed=1, hidden=64 if wrong == "numbers" else 32)
+    if write is _to_hf:
+        other = _to_torch_dist(other, tmp_path / "other-torch-dist")
+
+    def change(_: int) -> None:
+        shutil.rmtree(source, ignore_errors=True)
+        if wrong != "gone":
+            shutil.copytree(other, source)
+
+    with pytest.raises(CheckpointError, match=r"has changed while it was read, so nothing is written. Convert again"):
+        if write is _to_hf:
+            plan = plan_hf(source, companion=tmp_path / "hf", dtype=None, max_file_bytes=10**9)
+            write_hf_folder(plan, out, change)
+        else:
+            write_torch_dist_folder(plan_torch_dist(source, dtype=None, make_vocab_size_divisible_by=1), out, change)
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_padding_of_any_size_is_zeros_in_pieces_that_fit_in_memory(tmp_path: Path) -> None:
+    plan = plan_torch_dist(make_tiny_llama(tmp_path / "hf"), dtype=None, make_vocab_size_divisible_by=1 << 20)
+    weights, *padding = [chunk for chunk in plan.chunks if chunk.key == "embedding.word_embeddings.weight"]
+    assert weights.shape == (100, 64) and {chunk.whole for chunk in padding} == {(1 << 20, 64)}
+    rows = 100
+    for chunk in padding:
+        assert chunk.start == (rows, 0) and chunk.num_bytes <= 16 << 20
+        rows += chunk.shape[0]
+    assert rows == 1 << 20 and not padding[-1].make().any() and padding[-1].make().shape == padding[-1].shape
+
+
+def test_folder_that_is_the_input_beside_the_output_is_not_swept_away(tmp_path: Path) -> None:
+    """Config and tokenizer lie in `out.old`, which the writer would take for what it replaces."""
+    middle = _to_torch_dist(make_tiny_llama(tmp_path / "hf"), tmp_path / "middle")
+    companion = make_tiny_llama(tmp_path / "out.old")
+    before = file_sizes(companion)
+    with pytest.raises(CheckpointError, match="lie in each other"):
+        _to_hf(middle, tmp_path / "out", companion=companion)
+    assert file_sizes(companion) == before
+
+
+def test_hugging_face_cache_of_links_converts_and_an_export_of_it_has_none(tmp_path: Path) -> None:
+    blobs, snapshot = make_tiny_llama(tmp_path / "hub" / "blobs"), tmp_path / "hub" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        path.chmod(0o444)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    back = _to_hf(_to_torch_dist(snapshot, tmp_path / "out"), tmp_path / "back")
+    assert _unequal(back, snapshot) == [] and not any(path.is_symlink() for path in back.iterdir())
+    _to_hf(tmp_path / "out", back)
+
+
+def test_interrupt_while_a_tensor_is_written_is_an_interrupt_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.save makes an error about its archive of it."""
+    source, save = make_tiny_llama(tmp_path / "hf"), torch.save
+
+    class Interrupted(io.BytesIO):
+        """In the second of several writes."""
+
+        num_writes = 0
+
+        def write(self, content: Any) -> int:
+            self.num_writes += 1
+            if self.num_writes == 2:
+                raise KeyboardInterrupt
+            return super().write(content)
+
+    def interrupted(content: object, file: Any) -> None:
+        save(content, Interrupted() if isinstance(content, torch.Tensor) else file)
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        torch.save(torch.ones(1), io.BytesIO())
+    with pytest.raises(KeyboardInterrupt):
+        _to_torch_dist(source, tmp_path / "out")
+    assert list(tmp_path.glob("out*")) == []

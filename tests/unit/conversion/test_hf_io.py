@@ -1,6 +1,7 @@
 """Reading and writing Hugging Face folders: several files, errors that name the file, publication by one rename."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,13 @@ def test_writer_replaced_folder_left_by_a_killed_run_is_removed(tmp_path: Path) 
         writer.publish()
     assert list(HfWeights(tmp_path / "target")) == ["b"]
     assert not (tmp_path / "target.old").exists()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"\x01" * 20)])
+def test_weights_file_that_is_lost_or_cut_meanwhile_is_a_checkpoint_error_naming_it(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    weights = HfWeights(make_tiny_llama(tmp_path))
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model\.norm\.weight cannot be read from {tmp_path}/model\.safetensors"):
+        weights["model.norm.weight"]

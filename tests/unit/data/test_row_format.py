@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,10 @@ def test_read_a_text_as_it_stands_and_the_rest_as_metadata() -> None:
     assert (read.index, read.text, read.label, read.metadata) == (3, " one ", "1", {"level": 3})
 
 
-@pytest.mark.parametrize(("value", "label"), [("x", "x"), (72, "72"), (-0.5, "-0.5"), (72.0, "72.0"), (10**30, str(10**30))])
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [("x", "x"), (72, "72"), (-0.5, "-0.5"), (72.0, "72.0"), (10**30, str(10**30)), (1e-7, "0.0000001")],
+)
 def test_read_a_number_as_label_gives_its_text(value: object, label: str) -> None:
     assert RowFormat("q", label_key="a").read(row({"q": "one", "a": value})).label == label
 
@@ -76,7 +80,10 @@ def test_read_of_a_padded_row_shows_no_key_that_only_other_rows_have(chat: RowFo
         ({"q": [HELLO, {"content": "x"}], "t": None}, "message 1 of 'q' .*; expected an object with role and content"),
         ({"q": [HELLO, {"role": "user"}], "t": None}, r"message 1 of 'q' \(--input-key\) has no content"),
         ({"q": [HELLO, {"role": "assistant", "content": "x"}], "t": None}, "the last message of 'q' .* is the assistant's"),
+        ({"q": [{"role": "user", "content": [{"type": "image"}]}], "t": None}, "message 0 of 'q' .* has a part that is no text"),
+        ({"q": [{"role": "user", "content": ["hi"]}], "t": None}, "message 0 of 'q' .* has a part that is no text"),
         ({"q": "hi"}, r"no key 't' \(--tool-key\)"),
+        ({f"k{index:02}": 1 for index in range(30)}, r"no key 'q' \(--input-key\); the line has .*'k18'\] and 11 more. Fix"),
         ({"q": "hi", "t": "["}, r"'t' \(--tool-key\) is a text that is no JSON"),
         ({"q": "hi", "t": ["x"]}, r"'t' \(--tool-key\) is \['x'\], a list; expected a list of JSON schemas"),
     ],
@@ -92,6 +99,20 @@ def test_read_what_the_template_refuses_is_broken(chat: RowFormat, tmp_path_fact
         RowFormat("q", chat_template=refusing).read(row({"q": "hi"}))
 
 
+def test_read_content_in_parts_needs_a_template_that_knows_them(tmp_path: Path) -> None:
+    """One that does not would train on what Python shows of a list."""
+    texts = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    of_texts, of_parts = (
+        RowFormat("q", chat_template=load_chat_template(make_chat_tokenizer(tmp_path / name, source)))
+        for name, source in (("texts", texts), ("parts", parts))
+    )
+    given = row({"q": [HELLO, {"role": "user", "content": [{"type": "text", "text": "ho"}, {"type": "text", "text": "hi"}]}]})
+    with pytest.raises(BrokenRow, match="the chat template takes the content of message 1 for a text, and it is a list"):
+        of_texts.read(given)
+    assert of_parts.read(given).text == "hohi"
+
+
 def test_read_messages_without_a_template_are_broken() -> None:
     with pytest.raises(BrokenRow, match="a list; expected a string, or messages with --apply-chat-template"):
         RowFormat("q").read(row({"q": [HELLO]}))
@@ -100,6 +121,8 @@ def test_read_messages_without_a_template_are_broken() -> None:
 def test_read_half_a_surrogate_pair_is_broken() -> None:
     with pytest.raises(BrokenRow, match=r"'q' \(--input-key\) is no text: surrogates not allowed"):
         RowFormat("q").read(row({"q": "a\ud800"}))
+    with pytest.raises(BrokenRow, match=r"'a' \(--label-key\) is no text: surrogates not allowed"):
+        RowFormat("q", label_key="a").read(row({"q": "a", "a": "\udc00"}))
 
 
 def test_identity_depends_on_what_the_row_says_and_not_on_how_it_is_rendered(chat: RowFormat) -> None:

@@ -1,5 +1,6 @@
 """Both file formats give the same rows: all of them or a slice, in memory a part at a time."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -124,6 +125,56 @@ def test_jsonl_line_that_never_ends_is_refused_before_it_is_read_whole(tmp_path:
         read(str(tmp_path / "p.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n', [{"a": 1}, {"a": 2}]),
+        (b'{"a": 1}\r\n{"a": 2}\r\n\r\n', [{"a": 1}, {"a": 2}]),
+        (b'{"a": 1}\n\n \t\n\n', [{"a": 1}]),
+        (b"\n\n", []),
+        (b"\xef\xbb\xbf", []),
+        (b'{"a": "x\\u0000y"}', [{"a": "x\0y"}]),
+    ],
+)
+def test_jsonl_as_editors_leave_it_behind_is_read(tmp_path: Path, content: bytes, found: list[object]) -> None:
+    """A byte order mark, Windows line ends, blank lines behind the last row, which do not count from the end either."""
+    (tmp_path / "p.jsonl").write_bytes(content)
+    rows = read(f"{tmp_path}/p.jsonl")
+    assert ([row.content for row in rows], [row.problem for row in rows]) == (found, [""] * len(found))
+    assert [row.content for row in read(f"{tmp_path}/p.jsonl@[-1:]")] == found[-1:]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"prompt": "a", "x": {"k": 1, "k": 2}}', "the key 'k' stands twice in one object"),
+        (b"\0" * 20, "broken line, Expecting value"),
+        (b'{"prompt": "\0"}', "Invalid control character"),
+        (b"\xef\xbb\xbf{}", "Unexpected UTF-8 BOM"),
+        (b"", "blank line; expected one JSON object per line"),
+    ],
+)
+def test_jsonl_line_that_does_not_say_one_thing_is_a_broken_row(tmp_path: Path, line: bytes, problem: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b"}')
+    first, broken, last = read(f"{tmp_path}/p.jsonl")
+    assert (first.problem, broken.content, broken.place, last.content) == ("", None, f"{tmp_path}/p.jsonl:2", {"prompt": "b"})
+    assert problem in broken.problem
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (gzip.compress(b'{"prompt": "a"}'), "compressed by gzip"),
+        ('{"prompt": "a"}'.encode("utf-16"), "text in UTF-16"),
+        (b"PAR1....PAR1", "a parquet file whose name does not end in .parquet"),
+    ],
+)
+def test_file_of_another_kind_is_refused_as_such(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "p").write_bytes(content)
+    with pytest.raises(DataError, match=rf"prompt file {tmp_path}/p \(--prompt-data\) is {what}. Expected JSON Lines in UTF-8"):
+        read(f"{tmp_path}/p")
+
+
 @pytest.mark.parametrize("line", ["[" * 100_000, "1" * 10_000])
 def test_jsonl_line_that_python_cannot_parse_is_a_broken_row(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": ' + line + "\n", encoding="utf-8")
@@ -140,7 +191,7 @@ from slime_ppo.data.tokenizer import TextTokenizer
 
 tokenizer = TextTokenizer(None, (0,), 1, Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
 def load(path):
-    source = PromptSource(path, tokenizer, row_format=RowFormat("prompt"), policy=RowPolicy(9), shuffle=True, seed=0)
+    source = PromptSource(path, tokenizer, row_format=RowFormat("prompt"), policy=RowPolicy(200), shuffle=True, seed=0)
     assert [len(prompt.text) for prompt in source.next_prompts(100)] == [20_000] * 100
     # ru_maxrss would begin with the parent's
     return len(source), int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024

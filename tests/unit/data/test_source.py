@@ -146,6 +146,21 @@ def test_overlong_prompt_dropped_is_counted_and_rows_keep_their_index(tmp_path: 
     assert [(prompt.index, prompt.text) for prompt in data.next_prompts(2)] == [(1, "abc"), (3, "x")]
 
 
+def test_overlong_prompt_that_would_take_minutes_to_encode_is_not_encoded(
+    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 MB took 16 GB of memory and four minutes. The block ends with it, and the rows around it are read as ever."""
+    encoded: list[list[str]] = []
+    encode = TextTokenizer.encode_batch
+    monkeypatch.setattr(TextTokenizer, "encode_batch", lambda self, given: encoded.append(given) or encode(self, given))
+    file = write(tmp_path, [json.dumps({"prompt": text}) for text in ("a", "b" * 10, "word " * 60_000, "c", "d" * 1281)])
+    data = source(file, tokenizer, max_prompt_len=10, overlong_prompt="drop", shuffle=False)
+    assert [(prompt.index, prompt.text) for prompt in data.next_prompts(3)] == [(0, "a"), (1, "b" * 10), (3, "c")]
+    assert encoded == [["a", "b" * 10, ""], ["c", ""]]
+    [line] = data.left_out
+    assert line == f"{file}: 2 prompts of more than 10 tokens left out, the first: {file}:3: prompt of 300000 characters"
+
+
 def test_overlong_prompts_all_dropped_is_an_error(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     file = write(tmp_path, ['{"prompt": "abcd"}'])
     with pytest.raises(DataError, match="all 1 prompts are longer than 3 tokens .* nothing is left"):
@@ -262,7 +277,7 @@ def test_broken_rows_are_skipped_and_counted_when_asked_for(tmp_path: Path, toke
 @pytest.mark.parametrize("line", BROKEN)
 def test_broken_rows_end_the_run_by_default(tmp_path: Path, tokenizer: TextTokenizer, line: str) -> None:
     with pytest.raises(DataError, match=r"prompts.jsonl:2: "):
-        source(write(tmp_path, ['{"prompt": "fine"}', line]), tokenizer)
+        source(write(tmp_path, ['{"prompt": "fine"}', line, '{"prompt": "fine"}']), tokenizer)
 
 
 def test_broken_rows_alone_are_an_error_also_when_skipped(tmp_path: Path, tokenizer: TextTokenizer) -> None:
@@ -273,6 +288,45 @@ def test_broken_rows_alone_are_an_error_also_when_skipped(tmp_path: Path, tokeni
 def test_file_longer_than_a_block_is_read_whole(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     file = write(tmp_path, [f'{{"prompt": "{index}"}}' for index in range(1000)])
     assert texts(source(file, tokenizer, shuffle=False), 1000) == [str(index) for index in range(1000)]
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Rows p0 ... p6 in shards of 2, 0, 3 and 2, of which the last begins with a 10."""
+    folder, form = tmp_path / "shards", request.param
+    folder.mkdir()
+    texts = [f"p{index}" for index in range(7)]
+    for name, part in (("1", texts[:2]), ("2", []), ("9", texts[2:5]), ("10", texts[5:])):
+        if form == "parquet":
+            pq.write_table(pa.table({"prompt": pa.array(part, pa.string())}), folder / f"{name}.parquet")
+        else:
+            (folder / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in part), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("part", ["", "@[:4]", "@[3:]", "@[2:5]", "@[-3:-1]", "@[5:6]", "@[-99:]", "@[3:99999999999999999999]"])
+def test_folder_of_shards_is_the_file_of_all_their_rows(file: Path, shards: Path, tokenizer: TextTokenizer, part: str) -> None:
+    """Numbers, order, slices and the state that resumes: one may take the other's place."""
+    whole, sharded = source(f"{file}{part}", tokenizer), source(f"{shards}{part}", tokenizer)
+    drawn = [(prompt.index, prompt.text) for prompt in sharded.next_prompts(5)]
+    assert drawn == [(prompt.index, prompt.text) for prompt in whole.next_prompts(5)]
+    assert all(text == f"p{index}" for index, text in drawn)
+    source(f"{shards}{part}", tokenizer).load_state_dict(whole.state_dict())
+
+
+def test_folder_of_shards_names_the_shard_of_a_broken_row(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    for name, lines in (("a", ['{"prompt": "fine"}']), ("b", ['{"prompt": "fine"}', "{"])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError, match="b.jsonl:2: broken line"):
+        source(tmp_path, tokenizer)
+
+
+def test_draw_over_an_epoch_end_and_several_epochs_takes_each_prompt_once_an_epoch(file: Path, tokenizer: TextTokenizer) -> None:
+    """Batches of 4 of 7 rows; and one of 30, more than four epochs."""
+    batches, whole = source(file, tokenizer), source(file, tokenizer)
+    drawn = [text for _ in range(7) for text in texts(batches, 4)]
+    assert drawn == texts(whole, 30)[:28]
+    assert all(sorted(drawn[start : start + 7]) == [f"p{index}" for index in range(7)] for start in range(0, 28, 7))
 
 
 def test_chat_prompts_are_rendered_and_resume_with_the_same_template_alone(tmp_path: Path) -> None:

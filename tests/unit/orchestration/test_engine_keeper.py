@@ -101,6 +101,7 @@ def test_restore_inside_generation_is_not_counted_as_generation(monkeypatch: pyt
     tenant = keeper.turns.tenants["rollout"]
     slow: Callable[[], None] = lambda: now.__setitem__(0, now[0] + 3600)  # noqa: E731
     monkeypatch.setattr(tenant, "wake", slow)
+    keeper.clock.end_rollout()
     keeper.clock.start_rollout(1)
     with keeper.clock.phase("generate"):
         now[0] += 1800
@@ -108,7 +109,7 @@ def test_restore_inside_generation_is_not_counted_as_generation(monkeypatch: pyt
         keeper.restore()
         assert keeper.clock.where == "rollout 1, generate"
         now[0] += 1800
-    phases = keeper.clock.phases()
+    phases = keeper.clock.end_rollout()
     assert (phases["generate"], phases["wake"], phases["other"]) == (3600, 3600, 0)
 
 

@@ -129,6 +129,16 @@ def test_call_error_of_rank_0_is_told_with_rank_and_phase_and_signals_do_not_hid
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
+def test_finish_save_after_a_call_that_was_broken_off_is_refused_at_once(ranks: Any) -> None:
+    group = LocalTrainGroup(ranks, "actor", count(), **SYNC)
+    with pytest.raises(NumericsError):
+        group.wake()
+    asked = len(ranks._channel.commands)
+    with pytest.raises(ParallelError, match="out of step"):
+        group.finish_save()
+    assert len(ranks._channel.commands) == asked, "a rank would take it for something else, or wait for ever"
+
+
 @pytest.mark.parametrize("broken", [RuntimeError("gloo: Connection closed by peer"), Interrupted(signal.SIGTERM)])
 def test_call_error_of_another_rank_is_told_whatever_stopped_rank_0(
     ranks: Any, worlds: list[LocalWorld], broken: BaseException

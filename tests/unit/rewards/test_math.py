@@ -52,6 +52,19 @@ def score(reward: MathReward, label: str | None, response: str) -> float | Rewar
         ("yes", "The answer is: Yes."),
         ("no", "The answer is: No."),
         ("B", r"\boxed{B}"),
+        ("B", r"\boxed{\text{(B)}}"),
+        ("B", "A is wrong.\n#### (b)"),
+        ("(B)", "I took A first. The answer is B."),
+        ("B", "The answer is A. No: the correct answer is **(B)**. Paris it is."),
+        ("B", "**Answer:** B"),
+        ("#### B", "Answer: $B$\n"),
+        ("yes", "**Yes**"),
+        ("New York", r"\boxed{\text{new  york}}"),
+        ("New York", "The final answer is: New York. It is large."),
+        ("St. Louis", "The answer is St. Louis. It is large."),
+        ("Zürich", "The answer is “zürich”!"),
+        ("none of the above", "#### None of the above."),
+        ("ab", r"\boxed{ba}"),
     ],
 )
 def test_math_right_answer_is_paid(reward: MathReward, label: str, response: str) -> None:
@@ -78,6 +91,24 @@ def test_math_right_answer_is_paid(reward: MathReward, label: str, response: str
         ("yes", r"\boxed{no}"),
         ("no", r"\boxed{on}"),
         ("yes", "5"),
+        ("B", "B"),
+        ("B", "It may be B, it may be C."),
+        ("B", "The answer is B. The answer is C."),
+        ("B", "The answer is not B."),
+        ("B", "The answer is A, B, C or D"),
+        ("B", r"The answer is B. \boxed{C}"),
+        ("B", "#### A B C D"),
+        ("B", "The answer is B) Paris"),
+        ("x", r"\boxed{-x}"),
+        ("B", r"\boxed{A = B}"),
+        ("x", "#### x!"),
+        ("x", "The answer is 2x/2"),
+        ("New York", "New York"),
+        ("New York", "The answer is York New"),
+        ("New York", "The answer is London, New York, Paris."),
+        ("New York", r"\boxed{New York or Paris}"),
+        ("yes", "The answer is yes or no"),
+        ("yes", "The answer is no, I said yes"),
         ("72", r"\boxed{" + "{" * 5000),
         ("72", r"\boxed{(((72}"),
         ("72", r"\boxed{72} or \boxed{9**9**9**9}"),
@@ -93,7 +124,10 @@ def test_math_label_that_is_none_is_no_reward(reward: MathReward) -> None:
     assert score(reward, " ", "5") == RewardFailure("found no answer in the label ' '")
 
 
-@pytest.mark.parametrize(("label", "response"), [("72", r"\boxed{" * 4000), ("yes", r"\boxed{abc" + " " * 1500 + "x}")])
+@pytest.mark.parametrize(
+    ("label", "response"),
+    [("72", r"\boxed{" * 4000), ("yes", r"\boxed{abc" + " " * 1500 + "x}"), ("New York", "answer is. " * 4000)],
+)
 def test_math_response_of_repetitions_takes_no_time(reward: MathReward, label: str, response: str) -> None:
     began = time.process_time()
     assert score(reward, label, response) == 0.0
@@ -131,14 +165,15 @@ def sample(sample_id: int, response: str) -> Sample:
 
 
 def test_math_endless_expression_is_cut_in_time_in_any_thread_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """In a batch with a right answer, scored from a thread, where a signal could not end it."""
+    """In a batch with a right answer, scored from a thread, where a signal could not end it. It counts as a wrong answer."""
     samples = [sample(0, "#### 72"), sample(1, ENDLESS), sample(2, "73")]
     spec = RewardSpec("slime_ppo.rewards.math.MathReward", "--rm-type math")
-    with RewardRunner(spec, num_workers=1, batch_size=2, timeout_s=2.0, on_bad_sample="drop") as runner:
+    runner = RewardRunner(spec, num_workers=1, batch_size=2, timeout_s=2.0, on_bad_sample="error", on_timeout="zero")
+    with runner, ThreadPoolExecutor(1) as thread:
         runner.start()
-        with ThreadPoolExecutor(1) as thread:
-            outcome = thread.submit(runner.score, samples).result(timeout=60)
-    assert [(one.sample_id, one.reward) for one in outcome.samples] == [(0, 1.0), (2, 0.0)]
-    assert (outcome.num_dropped, outcome.reasons) == (1, {1: "took longer than 2 s (--reward-timeout-s)"})
-    left_out = "1 of 3 samples have no reward and are left out (--on-bad-sample drop), sample 1 (prompt row 101: 'how many?', resp"
-    assert any(message.startswith(left_out) for message in caplog.messages), caplog.messages
+        outcome = thread.submit(runner.score, samples).result(timeout=60)
+    found = [(one.sample_id, one.reward, one.reward_cut) for one in outcome.samples]
+    assert found == [(0, 1.0, False), (1, 0.0, True), (2, 0.0, False)]
+    assert outcome.num_dropped == 0
+    told = "1 of 3 samples count as 0 (--on-reward-timeout zero), sample 1 (prompt row 101: 'how many?', response "
+    assert any(message.startswith(told) for message in caplog.messages), caplog.messages

@@ -108,7 +108,7 @@ def test_score_bad_sample_is_an_error_that_names_it(strict: RewardRunner, wish: 
     text = str(error.value)
     assert text.startswith(f"reward function {FUNCTIONS}.by_metadata (--custom-rm-path) {problem}")
     assert "scoring sample 14 (prompt row 14: 'prompt 14', response 'xx'); expected one finite number (" in text
-    assert "--on-bad-sample drop" in text
+    assert "--on-bad-sample drop" in text and ("--on-reward-timeout zero" in text) == (wish == "sleep")
 
 
 def test_score_after_errors_still_works(strict: RewardRunner) -> None:

@@ -94,10 +94,10 @@ def test_read_of_other_files_says_what_they_are(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", a=np.zeros(1))
     with pytest.raises(DataError, match=r"other.npz has no header.json"):
         read_header(tmp_path / "other.npz")
-    for kind, number in (("other", 1), ("slime_ppo rollout", 2)):
+    for kind, number in (("other", 1), ("slime_ppo rollout", 1)):
         with zipfile.ZipFile(tmp_path / "z", "w") as archive:
             archive.writestr("header.json", json.dumps({"kind": kind, "format": number}))
-        with pytest.raises(DataError, match=rf"'{kind}' of format {number}, expected 'slime_ppo rollout' of format 1"):
+        with pytest.raises(DataError, match=rf"'{kind}' of format {number}, expected 'slime_ppo rollout' of format 2"):
             read_header(tmp_path / "z")
 
 

@@ -1,8 +1,10 @@
 """The command lines of the converters and of what looks at their folders: what they print, write and return."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -85,11 +87,12 @@ def test_dry_run_writes_nothing_and_a_filled_folder_needs_force(folders: tuple[P
     ("tool", "args", "words"),
     [
         ("to_torch_dist", ("nowhere", "out"), "nowhere: no such folder"),
-        ("to_torch_dist", ("hf", "out", "--make-vocab-size-divisible-by", "0"), "expected 1 or more"),
+        ("to_torch_dist", ("hf", "out", "--make-vocab-size-divisible-by", "0"), "expected 1 to 1,048,576"),
         ("to_hf", ("nowhere", "out"), "nowhere: no such folder"),
         ("to_hf", ("torch_dist", "out", "--max-shard-size", "5"), "'5' is no size"),
         ("to_hf", ("hf", "out"), "holds neither .metadata nor latest_checkpointed_iteration.txt"),
         ("check", ("hf", "nowhere"), "nowhere: no such folder"),
+        ("check", ("hf", "torch_dist", "--prompt", ""), "--prompt '' is no tokens by "),
         ("inspect", ("nowhere",), "nowhere: no such folder"),
     ],
 )
@@ -100,6 +103,68 @@ def test_bad_input_is_one_line_and_exit_code_2(
     code, _, errors = run(tool, *args)
     assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1 and words in errors
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("source", "lie in each other"),
+        ("source/inside", "lie in each other"),
+        (".", "lie in each other"),
+        ("file", "is a file"),
+        ("file/below", "is a file"),
+        ("notes", "holds thesis.txt"),
+        ("staged", "staged.partial holds thesis.txt"),
+        ("link", "holds thesis.txt"),
+        ("mounted", "is a mount point"),
+        ("locked/new", "cannot be written: it is read-only"),
+        ("full/new", "Make room"),
+    ],
+)
+@pytest.mark.parametrize("tool", ["to_torch_dist", "to_hf"])
+def test_dry_run_refuses_what_the_run_refuses_and_both_leave_everything_as_it_is(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, run: Run, *, tool: str, case: str, words: str
+) -> None:
+    root = folders[0].parent
+    monkeypatch.chdir(root)
+    source = folders[0] if tool == "to_torch_dist" else folders[1] / "iter_0000000"
+    for name in ("notes", "staged.partial"):
+        Path(name).mkdir()
+        Path(name, "thesis.txt").touch()
+    for name in ("mounted", "locked", "full"):
+        Path(name).mkdir()
+    Path("link").symlink_to("notes")
+    Path("file").touch()
+    usage = shutil.disk_usage(root)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mounted")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "locked")  # root may write everywhere
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000) if Path(path).name == "full" else usage)
+    out, before = case.replace("source", str(source)), file_sizes(root)
+    found = [run(tool, source, out, "--force", *more) for more in ((), ("--dry-run",))]
+    assert found[0] == found[1]
+    assert found[0][0] == 2 and words in found[0][2] and file_sizes(root) == before
+
+
+@pytest.mark.parametrize("tool", ["to_torch_dist", "to_hf"])
+def test_interrupt_is_one_line_and_leaves_the_earlier_output_alone(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, run: Run, tool: str
+) -> None:
+    source, out = folders[0 if tool == "to_torch_dist" else 1], folders[0].parent / "out"
+    assert run(tool, source, out)[0] == 0
+    before = file_sizes(out)
+
+    @contextmanager
+    def interrupted(*_: object) -> Iterator[Callable[[int], None]]:
+        def advance(_: int) -> None:
+            raise KeyboardInterrupt
+
+        yield advance
+
+    monkeypatch.setattr(TOOLS[tool], "progress_bar", interrupted)
+    code, _, errors = run(tool, source, out, "--force")
+    assert code == 130
+    assert errors == "interrupted: an output is there as a whole or not at all, and nothing half-written is left\n"
+    assert file_sizes(out) == before and [path.name for path in out.parent.glob("out*")] == ["out"]
 
 
 def test_check_names_the_tensor_that_differs_and_shows_the_logits(folders: tuple[Path, Path], run: Run) -> None:
@@ -200,3 +265,18 @@ def test_inspect_run_folder_checks_the_files_of_every_checkpoint(folders: tuple[
     code, lines, _ = run("inspect", run_folder)
     assert code == 1 and lines[3].endswith(": 1 problem")
     assert lines[-1].startswith(f"problem: {damaged} has 5 bytes, ") and lines[-1].endswith(" were written")
+
+
+def test_inspect_of_types_that_do_not_convert_counts_their_bytes(folders: tuple[Path, Path], run: Run) -> None:
+    source = folders[0]
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    code, lines, _ = run("inspect", source)
+    assert code == 1 and ["norm.weight", "F64", "[64]", "512", "bytes"] in [line.split() for line in lines]
+
+
+def test_mark_of_the_latest_checkpoint_that_is_no_text_is_refused(folders: tuple[Path, Path], run: Run) -> None:
+    (folders[1] / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    code, _, errors = run("inspect", folders[1])
+    assert code == 2 and "the checkpoint is incomplete" in errors

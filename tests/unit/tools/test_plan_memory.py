@@ -54,10 +54,13 @@ def test_plan_memory_of_a_public_model_lists_what_fits_the_nearest_misses_and_re
     rows = [line for line in lines[head + 1 : head + 16]]
     assert "15 of 20 layouts fit into 32.0 GiB a GPU" in out
     assert [row[:4] for row in rows[:2]] == [["2", "1", "1", "4"], ["1", "1", "2", "4"]], "two ranks a sample; pipelines idle"
+    assert all(row[4:6] == ["TP2", "DP4"] for row in rows), "the cheapest for the critic, which does not fit on one rank"
     ranks_per_sample = [int(row[0]) * int(row[1]) * int(row[2]) for row in rows]
     assert ranks_per_sample == sorted(ranks_per_sample) and len(rows) == 15
     assert "4 need more memory, the nearest first" in out and "-1.5 GiB" in out
     assert "--pipeline-model-parallel-size 8 of the actor does not divide the 36 layers" in out
+    given = plan(*argv, "--gpu-memory-gb", "40", "--critic-tensor-model-parallel-size", "8")[1]
+    assert "critic at" in given and " TP8 " in given and "TP2 DP4" not in given
     code, out, _ = plan(*argv, "--gpu-memory-gb", "12")
     assert code == 1 and "0 of 20 layouts fit into 4.0 GiB" in out and "and 9 more, up to" in out
     assert "and 9 more" not in plan(*argv, "--gpu-memory-gb", "12", "--all")[1]

@@ -29,21 +29,27 @@ def test_phases_times_add_up_and_the_rest_is_other(time: Time) -> None:
     with clock.phase("values"):
         time.now += 4.0
     clock.add("wake", 0.125)
-    found = clock.phases()
+    found = clock.end_rollout()
     assert list(found) == [*PHASES, "other"]
     expected = dict.fromkeys(PHASES, 0.0) | {"generate": 5.0, "values": 4.0, "wake": 0.125, "other": 0.375}
     assert found == expected
     assert sum(found.values()) == 9.5
 
 
-def test_start_rollout_counts_anew(time: Time) -> None:
+def test_rollout_counts_anew_with_the_save_and_the_report_that_delayed_it(time: Time) -> None:
     clock = RunClock()
     clock.start_rollout(0)
     with clock.phase("reward"):
         time.now += 2.0
+    assert clock.end_rollout() == dict.fromkeys(PHASES, 0.0) | {"reward": 2.0, "other": 0.0}
+    time.now += 0.5
+    with clock.phase("save"):
+        assert clock.where == "rollout 0, save"
+        time.now += 4.0
     clock.start_rollout(1)
-    time.now += 1.0
-    assert clock.phases() == dict.fromkeys(PHASES, 0.0) | {"other": 1.0}
+    with clock.phase("save"):
+        time.now += 2.0
+    assert clock.end_rollout() == dict.fromkeys(PHASES, 0.0) | {"save": 6.0, "other": 0.5}
 
 
 def test_phases_changes_inside_a_phase_never_make_other_negative(time: Time) -> None:
@@ -52,7 +58,7 @@ def test_phases_changes_inside_a_phase_never_make_other_negative(time: Time) -> 
     with clock.phase("generate"):
         time.now += 1.0
         clock.add("wake", 1.0)
-    assert clock.phases()["other"] == 0.0
+    assert clock.end_rollout()["other"] == 0.0
 
 
 def test_where_names_rollout_and_phase_also_after_a_failure(time: Time) -> None:
@@ -79,7 +85,7 @@ def test_both_train_is_the_time_until_the_first_has_ended_and_the_rest_is_the_ot
                 time.now += seconds
                 ended(role)
         assert clock.where == "rollout 2"
-    found = clock.phases()
+    found = clock.end_rollout()
     expected = dict.fromkeys(SIDE_BY_SIDE_PHASES, 0.0) | {"both train": 6.0, "actor train": 1.0, "critic train": 0.5, "other": 0.0}
     assert found == expected and list(found) == [*SIDE_BY_SIDE_PHASES, "other"]
     metrics = phase_metrics(found, 15.0)
@@ -105,7 +111,7 @@ def test_run_phases_are_those_that_the_run_has() -> None:
 
 def test_phase_metrics_name_every_phase_and_rate_the_whole() -> None:
     phases = {name: float(2**index) for index, name in enumerate([*PHASES, "other"])}
-    assert phase_metrics(phases, 4094.0) == {
+    assert phase_metrics(phases, 8190.0) == {
         "perf/rollout_time": 1.0,
         "perf/reward_time": 2.0,
         "perf/log_probs_time": 4.0,
@@ -116,8 +122,9 @@ def test_phase_metrics_name_every_phase_and_rate_the_whole() -> None:
         "perf/wake_time": 128.0,
         "perf/offload_time": 256.0,
         "perf/eval_time": 512.0,
-        "perf/other_time": 1024.0,
-        "perf/step_time": 2047.0,
+        "perf/save_time": 1024.0,
+        "perf/other_time": 2048.0,
+        "perf/step_time": 4095.0,
         "perf/tokens_per_s": 2.0,
     }
 
@@ -127,7 +134,7 @@ def test_phases_of_a_run_without_a_critic_are_its_own(time: Time) -> None:
     clock.start_rollout(0)
     with clock.phase("advantages"):
         time.now += 2.0
-    found = clock.phases()
+    found = clock.end_rollout()
     assert found == dict.fromkeys(CRITIC_FREE_PHASES, 0.0) | {"advantages": 2.0, "other": 0.0}
     metrics = phase_metrics(found, 4.0)
     assert (metrics["perf/advantages_time"], metrics["perf/step_time"], metrics["perf/tokens_per_s"]) == (2.0, 2.0, 2.0)

@@ -8,6 +8,7 @@ import pytest
 from slime_ppo.ppo_utils.denominator import make_denominator
 from slime_ppo.tracking.rollout_metrics import (
     batch_metrics,
+    eval_metrics,
     is_early_stopped,
     is_skipped,
     pass_metrics,
@@ -172,6 +173,14 @@ def test_sample_metrics_cached_tokens_are_a_share_of_prompt_tokens_and_mixed_ver
     assert sample_metrics([one, two, three]) == {"rollout/cached_tokens_ratio": 3 / 8}
     three = replace(three, weight_versions=(VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)))
     assert sample_metrics([one, two, three]) == {"rollout/cached_tokens_ratio": 3 / 8, "rollout/mixed_version_ratio": 1 / 3}
+
+
+def test_metrics_count_samples_whose_reward_was_cut_where_there_are_any() -> None:
+    one, two = (sample(i, length=2, reward=0.0, finish=FinishReason.STOP) for i in range(2))
+    for samples, found in (([one, two.with_cut_reward()], 1.0), ([one, two], None)):
+        assert sample_metrics(samples).get("rollout/num_reward_timeouts") == found
+        told = eval_metrics("math", samples, n_samples_per_prompt=1, pass_threshold=1.0)
+        assert (told["eval/math"], told.get("eval/math_num_reward_timeouts")) == (0.0, found)
 
 
 def test_pass_metrics_count_a_trajectory_of_several_samples_once() -> None:

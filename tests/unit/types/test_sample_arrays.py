@@ -77,6 +77,7 @@ def test_every_field_of_a_sample_is_compared_by_these_tests() -> None:
         "full_log_probs": default.rollout_log_probs - 2,
         "reward": 99.0,
         "process_rewards": np.full(3, 9, np.float32),
+        "reward_cut": True,
     }
     assert other.keys() == names
     for name, value in other.items():

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from slime_ppo.errors import RolloutError
-from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer
+from slime_ppo.rollout.sglang import server as server_module
+from slime_ppo.rollout.sglang.server import ExternalServer, LocalServer, last_lines
 from slime_ppo.rollout.sglang.server_args import ServerSpec
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -125,6 +126,27 @@ def test_program_that_ends_while_starting_is_told_with_its_last_lines(spec: Serv
 
     with pytest.raises(RolloutError, match="ended with exit code 2 while starting(.|\n)*unrecognized arguments: --nonsense"):
         LocalServer(spec, ends).start()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 2**14])
+def test_last_lines_are_those_of_the_whole_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    monkeypatch.setattr(server_module, "_LOG_BLOCK_BYTES", block_bytes)
+    log = tmp_path / "log"
+    for text in ("", "one", "one\n\ntwo\n", "".join(f"é line {number}\n" for number in range(50)), "é" * 500):
+        log.write_text(text, encoding="utf-8")
+        expected = "\n".join(line[:400] for line in text.splitlines()[-12:])
+        assert last_lines(str(log)) == f"the last lines of {log}:\n{expected}"
+    assert last_lines(f"{log}.no") == f"{log}.no cannot be read"
+
+
+def test_last_lines_of_a_huge_log_read_its_end_alone(tmp_path: Path) -> None:
+    """A hole of a terabyte, which takes no space."""
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(2**40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"end\n" * 20)
+    assert last_lines(str(log)).count("\nend") == 12
 
 
 def test_program_that_never_listens_is_ended_at_the_timeout(spec: ServerSpec) -> None:
