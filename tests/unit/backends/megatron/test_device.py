@@ -88,6 +88,20 @@ def test_shim_megatron_imports_neither_torchs_compiler_nor_wandb(rank_pool: Rank
     assert rank_pool.run(f"{HERE}:slow_imports_of_megatron", world=1)[0] == {"fuser": "noop_decorator", "wandb": None}
 
 
+def collected_after_the_imports_of_a_rank() -> tuple[bool, bool]:
+    import gc
+
+    from slime_ppo.orchestration.rank_role import import_megatron
+
+    gc.unfreeze()
+    import_megatron("cpu")
+    return gc.isenabled(), len(gc.get_objects()) < 10_000 < gc.get_freeze_count()
+
+
+def test_rank_collects_garbage_without_looking_through_its_imports(rank_pool: RankPool) -> None:
+    assert rank_pool.run(f"{HERE}:collected_after_the_imports_of_a_rank", world=1) == [(True, True)]
+
+
 def test_shim_torch_outside_megatron_is_unchanged(rank_pool: RankPool) -> None:
     found = rank_pool.run(f"{HERE}:outside_megatron", world=1)[0]
     if found["available"]:
