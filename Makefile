@@ -9,15 +9,26 @@ MEGATRON := 0.19.2
 SUPPORTED := 0.16.1 0.17.1 0.18.2 0.19.2
 OTHER_MEGATRON := build/megatron-core-
 
-.PHONY: quickstart setup test test-megatron megatron-removals lint format types bench bench-utils layouts clean
+.PHONY: quickstart setup test test-others test-ranks test-megatron megatron-removals lint format types bench bench-utils layouts clean
 
 quickstart: $(VENV)/.core $(MODEL)/config.json $(if $(filter sglang,$(ENGINE)),$(VENV)/.sglang)  ## train a small language model by PPO, about a minute once installed; ENGINE=sglang for SGLang
 	$(BIN)/python scripts/train_ppo.py --config configs/quickstart_cpu.yaml --rollout-engine $(ENGINE) $(ARGS)
 
 setup: $(VENV)/.core $(VENV)/.sglang $(VENV)/.test  ## everything for running, testing and SGLang on a CPU
 
-test: setup $(MODEL)/config.json lint types  ## lint, types and all tests
+test: setup $(MODEL)/config.json lint types  ## lint, types and all tests, in two processes side by side; ARGS="..." is for one
+ifeq ($(ARGS),)
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-others test-ranks
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
+
+test-others:
+	$(BIN)/python -m pytest --ignore=tests/dist
+
+test-ranks:  # its output comes as a whole, after the end
+	@mkdir -p build
+	@$(BIN)/python -m pytest tests/dist > build/test-ranks.log 2>&1; code=$$?; echo "tests/dist:"; cat build/test-ranks.log; exit $$code
 
 test-megatron: $(VENV)/.test $(OTHER_MEGATRON)$(MEGATRON)/.installed  ## the tests that run Megatron, on another version of it
 	PYTHONPATH=$(CURDIR)/$(OTHER_MEGATRON)$(MEGATRON) $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("megatron.core").origin)'

@@ -43,6 +43,7 @@ IMPORTED = (
     "slime_ppo.backends.megatron.critic",
     "slime_ppo.backends.megatron.checkpoint",
     "slime_ppo.rollout.embedded.engine",
+    "torch._inductor.config",  # by torch itself, in the deterministic mode
 )
 TIMEOUT_S = 300.0
 

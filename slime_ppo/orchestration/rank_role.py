@@ -3,6 +3,7 @@
 Torch and Megatron are imported in the methods, on the ranks; the driver of a Ray run never does.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,17 @@ if TYPE_CHECKING:
 
 
 def import_megatron(device: DeviceKind) -> None:
-    """Import what the roles need, the slow part of a start."""
-    from slime_ppo.backends.megatron.device import prepare_megatron
+    """Import what the roles need, the slow part of a start. What is imported stays, so that no garbage collection looks through
+    it: neither those that it would cause itself nor later ones, between the steps."""
+    gc.disable()
+    try:
+        from slime_ppo.backends.megatron.device import prepare_megatron
 
-    prepare_megatron(device)
-    from slime_ppo.backends.megatron import actor, critic, sft  # noqa: F401
+        prepare_megatron(device)
+        from slime_ppo.backends.megatron import actor, critic, sft  # noqa: F401
+    finally:
+        gc.enable()
+    gc.freeze()
 
 
 class RankRole:

@@ -32,7 +32,8 @@ def test_one_rank_alone_gives_the_numbers_of_ray(alone: tuple[Path, str], one_ra
     assert_same_run(save, one_rank)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, id="DP2"), pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2")])
+# test_resume.py has TP2
+@pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, id="DP2"), pytest.param(PP2, id="PP2")])
 def test_two_ranks_of_torchrun_give_the_numbers_of_ray(
     local_runs: Runs, one_rank: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

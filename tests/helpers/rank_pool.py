@@ -212,6 +212,8 @@ class _Server:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         foreign = [self._client, ours, *(rank.connection for rank in self._ranks.values())]
+        # what was imported lives as long as the rank: not to be looked through at the end of every call
+        gc.freeze()
         process = context.Process(target=_rank_main, args=(index, theirs, foreign), name=f"rank {index}", daemon=False)
         process.start()
         theirs.close()
@@ -236,6 +238,7 @@ def _rank_main(index: int, connection: Connection, foreign: Sequence[Connection]
             other.close()
     import torch
 
+    gc.enable()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -277,6 +280,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # imports leave nothing to collect, and looking for it costs more than they do
+    gc.disable()
     importlib.import_module("torch.distributed")
     _Server(Connection(int(sys.argv[1]))).serve()
 

@@ -33,6 +33,8 @@ _GPU_ONLY_PACKAGES = (
     "flash_mla", "flash_attn", "flash_attn_3", "flashattn_hopper", "transformer_engine",
     "transformer_engine_torch", "apex", "amp_C", "deep_ep", "grouped_gemm", "nvidia_resiliency_ext",
 )  # fmt: skip
+# megatron.core would log its timers and its inference there; every rank would import it for half a second or more, for nothing
+_UNUSED_PACKAGES = ("wandb",)
 
 
 def collective_backend(device: DeviceKind) -> str:
@@ -222,7 +224,7 @@ class _MegatronImportHook(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            with _hidden_packages(_GPU_ONLY_PACKAGES):
+            with _hidden_packages((*_GPU_ONLY_PACKAGES, *_UNUSED_PACKAGES)):
                 execute(module)
             self.patch(module)
 
@@ -236,6 +238,9 @@ class _MegatronImportHook(importlib.abc.MetaPathFinder):
         self._patched.add(name)
         if module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = self._proxy
+        if name == "megatron.core.jit":
+            # its decorator is torch.compile, which imports torch's compiler into every rank, for fusions made for a GPU
+            module.__dict__["disable_jit_fuser"]()
         if name in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"):
             _use_host_adam(module)
         if name == "megatron.core.tensor_parallel.mappings":  # experts that are split over ranks exchange uneven numbers of tokens

@@ -18,7 +18,8 @@ CaseMaker = Callable[..., Case]
 
 @pytest.fixture(scope="session")
 def megatron_pool(rank_pool: RankPool) -> RankPool:
-    rank_pool.preload(RANKS, CHECKPOINT_RANKS)
+    # torch imports its compiler for the deterministic mode and for the first optimizer, which takes each rank seconds
+    rank_pool.preload("torch._inductor.config", RANKS, CHECKPOINT_RANKS)
     return rank_pool
 
 

@@ -1,5 +1,6 @@
 """Every model family against transformers on the same folder, and its way back; a new family adds a line to TINY_FAMILIES."""
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return made
 
 
+@cache
+def _transformers(policy: str, critic: str) -> tuple[np.ndarray, np.ndarray]:
+    """(logits, values) of `make_batch`; all layouts are compared with them."""
+    head = load_file(Path(critic) / "model.safetensors")["score.weight"]
+    return hf_rows(policy, make_batch(), hidden=False).numpy(), hf_rows(critic, make_batch(), hidden=True).numpy() @ head[0]
+
+
 def _case(folders: Folders, family: str, tie: bool, layout: str, folder: Path) -> Case:
     policy, critic = folders[family, tie]
     return Case(str(policy), str(critic), None, PpoConfig()).on(LAYOUTS[layout], ALL, folder)
@@ -60,18 +68,15 @@ def _case(folders: Folders, family: str, tie: bool, layout: str, folder: Path) -
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", list(TINY_FAMILIES))
-def test_model_equals_transformers_and_goes_back_into_files_and_engine(
+def test_model_equals_transformers_and_goes_back_into_files(
     megatron_pool: RankPool, folders: Folders, tmp_path: Path, *, family: str, tie: bool, layout: str
 ) -> None:
-    """Logits of a padded vocabulary and a critic's values to 1e-5; exported tensors bit for bit. An engine built from other
-    weights takes the exported ones and then has transformers' log-probs of the trainer's folder."""
+    """Logits of a padded vocabulary and a critic's values to 1e-5; exported tensors bit for bit."""
     case, batch = _case(folders, family, tie, layout, tmp_path), make_batch()
     reports = megatron_pool.run(
         f"{RANKS}:logits_values_and_export", world=case.layout.num_ranks, case=case, batch=batch, bucket_bytes=BUCKET_BYTES
     )
-    expected_logits = hf_rows(case.actor_folder, batch, hidden=False).numpy()
-    head = load_file(Path(case.critic_folder) / "model.safetensors")["score.weight"]
-    expected_values = hf_rows(case.critic_folder, batch, hidden=True).numpy() @ head[0]
+    expected_logits, expected_values = _transformers(case.actor_folder, case.critic_folder)
     assert min(np.abs(expected_logits).max(), np.abs(expected_values).max()) > 0.5
     source = load_file(Path(case.actor_folder) / "model.safetensors")
     for logits, values, exported in reports:
@@ -79,8 +84,18 @@ def test_model_equals_transformers_and_goes_back_into_files_and_engine(
         assert float(np.abs(values - expected_values).max()) <= 1e-5
         assert sorted(exported) == sorted(source)
         assert all(np.array_equal(exported[name], tensor) and exported[name].dtype == "float32" for name, tensor in source.items())
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", list(TINY_FAMILIES))
+def test_exported_tensors_turn_an_engine_of_other_weights_into_the_policy(
+    megatron_pool: RankPool, folders: Folders, tmp_path: Path, *, family: str, tie: bool
+) -> None:
+    """It then has transformers' log-probs of the trainer's folder. One layout: the export is that of any other, bit for bit."""
+    case = _case(folders, family, tie, "one_rank", tmp_path)
+    ((buckets, _),) = megatron_pool.run(f"{RANKS}:export", world=1, case=case, bucket_bytes=BUCKET_BYTES)
     engine = EmbeddedEngine(make_tiny_family(tmp_path / "other", family, tie=tie, seed=9))
-    _push(engine, reports[0][2])
+    _push(engine, {name: tensor for bucket in buckets for name, tensor in bucket.items()})
     (result,) = engine.generate([GenerateRequest(0, np.array([5, 9, 40], np.int32), 1, SamplingParams(max_new_tokens=8))])
     assert relative(result.log_probs, _hf_log_probs(case.actor_folder, [5, 9, 40], result.response_ids)) <= 1e-5
 

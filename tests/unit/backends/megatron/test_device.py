@@ -1,5 +1,6 @@
 """The CPU shim: megatron.core sees a torch that says "cuda" and computes on the CPU; everybody else sees torch as it is."""
 
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -71,6 +72,34 @@ def optimizer_names() -> tuple[str, str, bool]:
     import megatron.core.optimizer.distrib_optimizer as distributed
 
     return package.Adam.__name__, distributed.Adam.__name__, bool(distributed.HAVE_APEX_OR_TE)
+
+
+def slow_imports_of_megatron() -> dict[str, object]:
+    _prepared_torch()
+    import megatron.core.jit as jit
+    import megatron.core.timers as timers
+
+    return {"fuser": jit.jit_fuser.__name__, "wandb": timers.wandb}
+
+
+def test_shim_megatron_imports_neither_torchs_compiler_nor_wandb(rank_pool: RankPool) -> None:
+    """Both are installed, and together cost each rank as much time as all that it needs."""
+    assert find_spec("wandb") is not None
+    assert rank_pool.run(f"{HERE}:slow_imports_of_megatron", world=1)[0] == {"fuser": "noop_decorator", "wandb": None}
+
+
+def collected_after_the_imports_of_a_rank() -> tuple[bool, bool]:
+    import gc
+
+    from slime_ppo.orchestration.rank_role import import_megatron
+
+    gc.unfreeze()
+    import_megatron("cpu")
+    return gc.isenabled(), len(gc.get_objects()) < 10_000 < gc.get_freeze_count()
+
+
+def test_rank_collects_garbage_without_looking_through_its_imports(rank_pool: RankPool) -> None:
+    assert rank_pool.run(f"{HERE}:collected_after_the_imports_of_a_rank", world=1) == [(True, True)]
 
 
 def test_shim_torch_outside_megatron_is_unchanged(rank_pool: RankPool) -> None:
