@@ -16,7 +16,7 @@ from slime_ppo.errors import SlimePpoError
 from slime_ppo.evaluation import Evaluation
 from slime_ppo.inputs import RunInputs, read_inputs
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
-from slime_ppo.orchestration.interrupts import Interrupted, Preempted, StopRequest, interrupts_raise
+from slime_ppo.orchestration.interrupts import Interrupted, StopRequest, interrupts_raise
 from slime_ppo.orchestration.local import LocalLauncher
 from slime_ppo.orchestration.local_world import LocalWorld
 from slime_ppo.orchestration.protocols import Launcher, RunningRoles, Tenant, TrainGroup
@@ -25,7 +25,7 @@ from slime_ppo.rollout.dump import DumpWriter
 from slime_ppo.rollout.generate import SampleBuilder
 from slime_ppo.rollout_only import RolloutOnly
 from slime_ppo.rollout_source import DumpedRollouts, GeneratedRollouts, RolloutSource, rollout_sampling
-from slime_ppo.run_folder import claim_run_folder, folder_locks, open_logs
+from slime_ppo.run_folder import claim_run_folder, folder_locks, open_logs, way_on
 from slime_ppo.saver import CheckpointSaver
 from slime_ppo.sft_trainer import SftParts, SftTrainer
 from slime_ppo.tracking.base import RunInfo
@@ -50,6 +50,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     """
     phases = run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate)
     clock = RunClock(SFT_PHASES if config.objective == "sft" else phases if config.trains else ROLLOUT_PHASES)
+    inputs: RunInputs | None = None
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
@@ -75,11 +76,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
                 stack.enter_context(stop.listening())
             loop.run()
     except Interrupted as interrupt:
-        rest = f"the run folder is {config.run.save}"
-        if isinstance(interrupt, Preempted):
-            done = inputs.start.progress.rollout_id
-            rest = f"saved after {done} rollouts: go on with --load {config.run.save} --save {config.run.save}"
-        say(f"stopped by {interrupt} in {clock.where}; {rest}")
+        say(f"stopped by {interrupt} in {clock.where}; {way_on(config, None if inputs is None else inputs.start)}")
         return interrupt.exit_code
     except SlimePpoError as error:
         raise type(error)(f"{clock.where}: {error}") from error

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 from slime_ppo.checkpoint.lock import FolderLocks
+from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.checkpoint.start import StartPoint
 from slime_ppo.config.preflight import CONFIG_FILE, METRICS_FILE, RUN_STATE_FILE, loads_own_folder
 from slime_ppo.config.root import Config
+from slime_ppo.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
@@ -61,3 +63,18 @@ def open_logs(config: Config) -> None:
     package.setLevel(logging.INFO)
     package.propagate = False
     _log.info("process %d starts a run", os.getpid())
+
+
+def way_on(config: Config, start: StartPoint | None) -> str:
+    """How to go on with what a run that was stopped has saved, in words; where its folder is when it has saved nothing.
+
+    `start` is None when the run was stopped before it knew where it starts.
+    """
+    folder = config.run.save
+    try:
+        state = RunState.read(Path(folder))
+    except CheckpointError:
+        state = None
+    if start is None or state is None or state.newest is None or state.run_id != start.run_state.run_id:
+        return f"the run folder is {folder}"
+    return f"saved after {state.newest.rollout_id} rollouts: go on with --load {folder} --save {folder}"

@@ -21,7 +21,7 @@ from slime_ppo.launch import _load
 from slime_ppo.orchestration.ray_launcher import _start_role
 from slime_ppo.orchestration.turns import DeviceTurns
 from slime_ppo.orchestration.worker_settings import worker_settings
-from slime_ppo.run_folder import claim_run_folder, open_logs
+from slime_ppo.run_folder import claim_run_folder, open_logs, way_on
 from tests.helpers.configs import make_config
 from tests.helpers.reward_services import Respond, reward_service
 from tests.helpers.tiny_llama import make_tiny_llama
@@ -46,6 +46,19 @@ def test_claim_run_folder_with_tensorboard_removes_old_events(tmp_path: Path) ->
     config = make_config(run__save=str(tmp_path), tracking__use_tensorboard=True)
     claim_run_folder(config, beginning(config, {}))
     assert not (tmp_path / "tensorboard").exists()
+
+
+def test_way_on_names_the_newest_checkpoint_of_this_run_alone(tmp_path: Path) -> None:
+    config = make_config(run__save=str(tmp_path))
+    start, other = beginning(config, {}), beginning(config, {})
+    nothing = f"the run folder is {tmp_path}"
+    assert way_on(config, None) == way_on(config, start) == nothing
+    saved = (Checkpoint(2, {}, "state_2.json", "", None), Checkpoint(4, {}, "state_4.json", "", None))
+    replace(start.run_state, checkpoints=saved).write(tmp_path)
+    assert way_on(config, start) == f"saved after 4 rollouts: go on with --load {tmp_path} --save {tmp_path}"
+    assert way_on(config, other) == nothing, "an earlier run's checkpoints are not this one's"
+    (tmp_path / "run_state.json").write_text("{")
+    assert way_on(config, start) == nothing
 
 
 def records_of_a_run(folder: Path, num_rollouts: int) -> None:
