@@ -324,6 +324,29 @@ def test_disk_that_is_full_after_the_weights_is_an_error_and_leaves_the_earlier_
     assert file_sizes(out) == before and [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
+@pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
+def test_earlier_output_that_a_killed_run_has_set_aside_is_not_lost_when_the_next_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Path], Path]
+) -> None:
+    """Killed between its two renames, a run leaves `out.old` and no `out`."""
+    source, rename = _input(tmp_path, write), Path.rename
+    aside = write(source, tmp_path / "out").rename(tmp_path / "out.old")
+    before = file_sizes(aside)
+
+    def renamed(self: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        write(source, tmp_path / "out")
+    found = tmp_path / "out" if (tmp_path / "out").exists() else aside
+    assert file_sizes(found) == before
+    monkeypatch.undo()
+    assert file_sizes(write(source, tmp_path / "out")) == before and not aside.exists()
+
+
 @pytest.mark.parametrize("wrong", ["numbers", "shapes", "gone"])
 @pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
 def test_input_that_changes_while_it_is_read_is_no_mixture_of_two_models(
