@@ -249,6 +249,23 @@ def test_architecture_that_is_neither_is_refused(tmp_path: Path) -> None:
         _to_torch_dist(folder, tmp_path / "out")
 
 
+def test_weight_that_float16_cannot_hold_is_refused_and_not_infinite(tmp_path: Path) -> None:
+    norm = LAYER + "input_layernorm.weight"
+    folder = make_tiny_llama(tmp_path / "hf")
+    large = load_file(folder / WEIGHTS)[norm].clone()
+    large[3], large[4] = -1e5, float("nan")
+    middle = _to_torch_dist(_change(folder, {norm: large}), tmp_path / "nan")
+    assert _to_hf(middle, tmp_path / "out", torch.float16).is_dir(), "what is broken before stays so"
+    large[4] = 6e4
+    middle = _to_torch_dist(_change(folder, {norm: large}), tmp_path / "middle")
+    with pytest.raises(CheckpointError, match=rf"{norm} holds 100000, and torch.float16 nothing above 65504. Take bfloat16 or"):
+        _to_hf(middle, tmp_path / "new", torch.float16)
+    assert not list(tmp_path.glob("new*"))
+    large[3] = -6e4
+    middle = _to_torch_dist(_change(folder, {norm: large}), tmp_path / "less")
+    assert load_file(_to_hf(middle, tmp_path / "new", torch.float16) / WEIGHTS)[norm][3:5].tolist() == [-6e4, 6e4]
+
+
 def test_no_room_on_the_disk_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_llama(tmp_path / "hf")
     usage = shutil.disk_usage(tmp_path)
