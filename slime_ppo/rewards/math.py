@@ -26,7 +26,10 @@ _BOLD_OR_FORMULA = re.compile(r"\*\*|\\[()\[\]]")
 # a letter with what it stands for, which names no other letter: "b) paris", but not "b) or c)" and not "b) paris c) rome"
 _OTHER_LETTER = r"(?<![\w'’])(?!a\b(?![).:,]|$))[^\W\d_]\b"
 _CHOICE = re.compile(rf"([^\W\d_])[).:] (?!.*{_OTHER_LETTER}).+")
+# what math-verify stumbles over: a dot behind a number, a thin space in it
 _DOT = re.compile(r"(?<!\.)\.$")
+_THIN_SPACE = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))")
+_MINUS = "\N{MINUS SIGN}"
 _AROUND = ' \t\r.,;:()"`“”‘’$'
 
 
@@ -37,8 +40,8 @@ class MathReward:
     number of the text as math-verify finds it; or for a label of letters alone, what the last "answer is ..." or "answer: ..."
     says, and where that is missing and the label is one word, the last word. The label itself may be marked by a box or ####.
 
-    Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5. Labels of letters are
-    one letter (a choice), "no", a word of three letters or more, or several words; they are equal as texts, whatever their case,
+    Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5, 2 + 3 and 5.
+    Labels of letters are one letter (a choice), "no", a word of three letters or more, or several words; they are equal as texts, whatever their case,
     in parentheses or bold or with a dot or not. A text that holds the label among other words is not equal to it; but a letter may
     be followed by what it stands for, as in "B) Paris".
 
@@ -69,6 +72,7 @@ class MathReward:
         return float(self._equal(right, response))
 
     def _equal(self, right: str, response: str) -> bool:
+        response = response.replace(_MINUS, "-")
         answer, text = _marked(response), _plain(right)
         if answer is not None and len(answer) > _LONGEST_ANSWER_CHARS:
             return False
@@ -80,7 +84,8 @@ class MathReward:
         return bool(self._math.verify(self._parsed_label(right), parsed, timeout_seconds=None))
 
     def _parsed(self, answer: str) -> list[object]:
-        found: list[object] = self._math.parse(f"{_BOX}{_DOT.sub('', answer)}}}", parsing_timeout=None)
+        answer = _THIN_SPACE.sub("", _DOT.sub("", answer.strip("* ")))
+        found: list[object] = self._math.parse(f"{_BOX}{answer}}}", parsing_timeout=None)
         return found
 
     @lru_cache(maxsize=1024)  # noqa: B019  one object in a process
