@@ -41,9 +41,9 @@ class MathReward:
     says, and where that is missing and the label is one word, the last word. The label itself may be marked by a box or ####.
 
     Equal is what math-verify shows to be equal: 1/2 and 0.5, {1, 2} and {2, 1}, x = 5 and 5, 50% and 0.5, 2 + 3 and 5.
-    Labels of letters are one letter (a choice), "no", a word of three letters or more, or several words; they are equal as texts, whatever their case,
-    in parentheses or bold or with a dot or not. A text that holds the label among other words is not equal to it; but a letter may
-    be followed by what it stands for, as in "B) Paris".
+    Labels of letters are one letter (a choice), "no", a word of three letters or more, or several words; they are equal as texts,
+    whatever their case, in parentheses or bold or with a dot or not. A text that holds the label among other words is not equal
+    to it; but a letter may be followed by what it stands for, as in "B) Paris".
 
     An expression like 9^(9^(9^9)) takes forever. math-verify's own time limit is off, since it needs a signal and with it the
     main thread; the process that runs this function is killed at --reward-timeout-s instead, and the sample is named.
