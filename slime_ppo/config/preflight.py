@@ -153,8 +153,8 @@ def _check_prompt_file(flag: str, path: str) -> None:
     for file in files:
         if not os.path.isfile(file):
             raise ConfigError(
-                f"{flag} {path}: no such file, expected a JSON Lines file with one prompt a line, a parquet file, or a folder of "
-                "either. Paths are relative to the current directory"
+                f"{flag} {path if len(files) == 1 else file}: no such file, expected a JSON Lines file with one prompt a line, "
+                "a parquet file, or a folder of either. Paths are relative to the current directory"
             )
 
 

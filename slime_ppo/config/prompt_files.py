@@ -24,7 +24,7 @@ def prompt_files(path: str, *, origin: str) -> tuple[str, ...]:
     if not os.path.isdir(path):
         return (path,)
     with os.scandir(path) as entries:
-        found = sorted((entry.name for entry in entries if entry.is_file() and not _BESIDE.fullmatch(entry.name)), key=_natural)
+        found = sorted((entry.name for entry in entries if not entry.is_dir() and not _BESIDE.fullmatch(entry.name)), key=_natural)
     by_format = {suffix: [name for name in found if name.endswith(suffix)] for suffix in _FORMATS}
     others = [name for name in found if not name.endswith(_FORMATS)]
     problem = _mixture(found, by_format, others) or _split_problem(found) or _missing(found)

@@ -2,6 +2,7 @@
 No torch."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from slime_ppo.config.hf_folder import staging_folders
 from slime_ppo.errors import CheckpointError, ConfigError, SlimePpoError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -50,9 +52,18 @@ def parse_size(text: str) -> int:
 
 
 def require_empty(out: Path, *, force: bool) -> None:
-    """Raises CheckpointError for an output that holds something, unless `force`: writers then replace what is their own."""
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise CheckpointError(f"{out} is not empty. Write to a new folder, or replace an earlier conversion with --force")
+    """Raises CheckpointError for an output that holds something, unless `force`: writers then replace what is their own. So they do
+    in the folder where what they replace waits for its removal: a user may have set a model aside under this name, or a writer that
+    was killed.
+    """
+    if force:
+        return
+    _, replaced = staging_folders(Path(os.path.realpath(out)))
+    for folder, why in ((out, ""), (replaced, f", and is removed when {out} is written")):
+        if folder.is_dir() and any(folder.iterdir()):
+            raise CheckpointError(
+                f"{folder} is not empty{why}. Write to a new folder, or replace an earlier conversion with --force"
+            )
 
 
 @contextmanager

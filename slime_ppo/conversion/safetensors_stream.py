@@ -8,7 +8,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import torch
@@ -35,13 +35,13 @@ def write_safetensors(
 ) -> None:
     """Write the tensors in the order of `planned` and flush them to the disk. `progress` is told the bytes of each.
 
-    Raises CheckpointError when the file can't be written.
+    Raises CheckpointError when the file can't be written, and for a number that is too large for its type.
     """
     try:
         with path.open("wb") as file:
             file.write(_header(planned))
             for name, plan in planned.items():
-                tensor = make(name).to(plan.dtype).contiguous()
+                tensor = _as_type(name, make(name), plan.dtype).contiguous()
                 if tuple(tensor.shape) != plan.shape:
                     raise AssertionError(f"{name} is {list(tensor.shape)}, planned as {list(plan.shape)}")
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -50,6 +50,16 @@ def write_safetensors(
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error}): make room, or write elsewhere") from error
+
+
+def _as_type(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A finite weight stays one: bfloat16 and float32 hold numbers that would be infinite in float16."""
+    most = torch.finfo(dtype).max
+    if most < torch.finfo(tensor.dtype).max:
+        largest = max(abs(bound.item()) for bound in tensor.aminmax())
+        if most < largest < inf:
+            raise CheckpointError(f"{name} holds {largest:g}, and {dtype} nothing above {most:g}. Take bfloat16 or float32")
+    return tensor.to(dtype)
 
 
 def _header(planned: Mapping[str, PlannedTensor]) -> bytes:

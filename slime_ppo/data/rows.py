@@ -50,7 +50,10 @@ def read_rows(path: PromptPath, *, origin: str) -> Iterator[RawRow]:
     try:
         files = prompt_files(path.file, origin=origin)
         if path.counts_from_end:
-            wanted = path.rows(sum(_opened(file, origin).num_rows() for file in files))
+            num_rows = 0
+            for file in files:
+                num_rows += _opened(file, origin).num_rows()
+            wanted = path.rows(num_rows)
             start, end = wanted.start, wanted.stop
         else:
             start, end = (min(bound, sys.maxsize) for bound in (path.start or 0, sys.maxsize if path.end is None else path.end))

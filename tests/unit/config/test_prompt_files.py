@@ -51,6 +51,8 @@ def test_prompt_files_of_links_are_read_and_of_no_folder_are_itself(tmp_path: Pa
     (tmp_path / "snapshot" / "a.parquet").symlink_to("../blobs/0a1b")
     assert _names(str(tmp_path / "snapshot")) == ["a.parquet"]
     assert prompt_files("nowhere.jsonl", origin="--prompt-data") == ("nowhere.jsonl",)
+    (tmp_path / "blobs/0a1b").unlink()
+    assert _names(str(tmp_path / "snapshot")) == ["a.parquet"], "one that leads nowhere is an error to whoever reads it"
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,23 @@ def test_architecture_that_is_neither_is_refused(tmp_path: Path) -> None:
         _to_torch_dist(folder, tmp_path / "out")
 
 
+def test_weight_that_float16_cannot_hold_is_refused_and_not_infinite(tmp_path: Path) -> None:
+    norm = LAYER + "input_layernorm.weight"
+    folder = make_tiny_llama(tmp_path / "hf")
+    large = load_file(folder / WEIGHTS)[norm].clone()
+    large[3], large[4] = -1e5, float("nan")
+    middle = _to_torch_dist(_change(folder, {norm: large}), tmp_path / "nan")
+    assert _to_hf(middle, tmp_path / "out", torch.float16).is_dir(), "what is broken before stays so"
+    large[4] = 6e4
+    middle = _to_torch_dist(_change(folder, {norm: large}), tmp_path / "middle")
+    with pytest.raises(CheckpointError, match=rf"{norm} holds 100000, and torch.float16 nothing above 65504. Take bfloat16 or"):
+        _to_hf(middle, tmp_path / "new", torch.float16)
+    assert not list(tmp_path.glob("new*"))
+    large[3] = -6e4
+    middle = _to_torch_dist(_change(folder, {norm: large}), tmp_path / "less")
+    assert load_file(_to_hf(middle, tmp_path / "new", torch.float16) / WEIGHTS)[norm][3:5].tolist() == [-6e4, 6e4]
+
+
 def test_no_room_on_the_disk_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_llama(tmp_path / "hf")
     usage = shutil.disk_usage(tmp_path)
@@ -330,6 +347,29 @@ def test_disk_that_is_full_after_the_weights_is_an_error_and_leaves_the_earlier_
     with pytest.raises(CheckpointError, match=r"out cannot be written \(.*No space left.*\): make room, or write elsewhere"):
         write(source, out)
     assert file_sizes(out) == before and [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+@pytest.mark.parametrize("write", [_to_torch_dist, _to_hf])
+def test_earlier_output_that_a_killed_run_has_set_aside_is_not_lost_when_the_next_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Path], Path]
+) -> None:
+    """Killed between its two renames, a run leaves `out.old` and no `out`."""
+    source, rename = _input(tmp_path, write), Path.rename
+    aside = write(source, tmp_path / "out").rename(tmp_path / "out.old")
+    before = file_sizes(aside)
+
+    def renamed(self: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        write(source, tmp_path / "out")
+    found = tmp_path / "out" if (tmp_path / "out").exists() else aside
+    assert file_sizes(found) == before
+    monkeypatch.undo()
+    assert file_sizes(write(source, tmp_path / "out")) == before and not aside.exists()
 
 
 @pytest.mark.parametrize("wrong", ["numbers", "shapes", "gone"])

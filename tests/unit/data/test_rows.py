@@ -112,6 +112,15 @@ def test_parquet_value_that_python_cannot_hold_breaks_its_row_alone(tmp_path: Pa
     assert (broken.index, broken.place, broken.content) == (1, f"{tmp_path}/p.parquet[1]", None) and reason in broken.problem
 
 
+@pytest.mark.parametrize("part", ["", "@[-1:]"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_shard_that_leads_nowhere_is_refused_by_its_name(tmp_path: Path, files: dict[str, str], form: str, part: str) -> None:
+    (tmp_path / f"a.{form}").symlink_to(files[form])
+    (tmp_path / f"b.{form}").symlink_to("gone")
+    with pytest.raises(DataError, match=rf"prompt file .*/b.{form} \(--prompt-data\) cannot be read: .*No such file"):
+        read(f"{tmp_path}{part}")
+
+
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet"])
 def test_file_missing_is_refused_with_its_flag(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"prompt file .*{name} \(--prompt-data\) cannot be read: .*No such file"):

@@ -81,6 +81,11 @@ def test_dry_run_writes_nothing_and_a_filled_folder_needs_force(folders: tuple[P
         f"error: {out} is not empty. Write to a new folder, or replace an earlier conversion with --force\n",
     )
     assert run(tool, source, out, "--force")[0] == 0
+    aside = out.rename(source.parent / "out.old")
+    for dry_run in ([], ["--dry-run"]):
+        code, _, errors = run(tool, source, out, *dry_run)
+        assert code == 2 and errors.startswith(f"error: {aside} is not empty, and is removed when {out} is written. Write to a new")
+    assert not out.exists() and run(tool, source, out, "--force")[0] == 0 and not aside.exists()
 
 
 @pytest.mark.parametrize(
