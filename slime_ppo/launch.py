@@ -50,6 +50,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     """
     phases = run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate)
     clock = RunClock(SFT_PHASES if config.objective == "sft" else phases if config.trains else ROLLOUT_PHASES)
+    begun = False
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
@@ -58,6 +59,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             launcher = launcher_for(inputs.start.config, launcher_name, world)
             locks.claim()
             open_logs(config)
+            begun = True
             if config.generates:
                 stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config), *locks.warnings, *inputs.reward_warnings, *inputs.left_out)
@@ -75,7 +77,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
                 stack.enter_context(stop.listening())
             loop.run()
     except Interrupted as interrupt:
-        rest = f"the run folder is {config.run.save}"
+        rest = f"the run folder is {config.run.save}" if begun else "the run had not begun"
         if isinstance(interrupt, Preempted):
             done = inputs.start.progress.rollout_id
             rest = f"saved after {done} rollouts: go on with --load {config.run.save} --save {config.run.save}"
@@ -85,8 +87,8 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
         raise type(error)(f"{clock.where}: {error}") from error
     except Exception as error:
         _log.exception("the run failed in %s", clock.where)
-        text = f"{clock.where}: {type(error).__name__}: {error}. The traceback is in {config.run.save}/logs/driver.log"
-        raise SlimePpoError(text) from error
+        traceback = f"in {config.run.save}/logs/driver.log" if begun else "above"
+        raise SlimePpoError(f"{clock.where}: {type(error).__name__}: {error}. The traceback is {traceback}") from error
     say(f"done: {config.run.save}/report.html")
     return 0
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from slime_ppo.checkpoint.files import write_atomically
 from slime_ppo.checkpoint.lock import FolderLocks
 from slime_ppo.checkpoint.start import StartPoint
 from slime_ppo.config.preflight import CONFIG_FILE, METRICS_FILE, RUN_STATE_FILE, loads_own_folder
@@ -43,7 +44,7 @@ def claim_run_folder(config: Config, start: StartPoint) -> None:
         if start.records is not None:
             for source in filter(Path.exists, (start.records / name for name in RECORDS)):
                 shutil.copyfile(source, folder / source.name)
-    (folder / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+    write_atomically(folder / CONFIG_FILE, config.to_yaml().encode())
 
 
 def open_logs(config: Config) -> None:

@@ -1,5 +1,6 @@
 """What the launcher does to a run folder, and what it starts the roles with."""
 
+import errno
 import json
 import logging
 import os
@@ -74,6 +75,18 @@ def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_alon
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (tmp_path / "new" / name).read_text() == (tmp_path / "old" / name).read_text()
     assert RunState.read(tmp_path / "new") is None
+
+
+def test_claim_run_folder_on_a_full_disk_keeps_the_config_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        claim_run_folder(make_config(run__save=str(tmp_path)), beginning(make_config(), {}))
+    assert (tmp_path / "config.yaml").read_text() == "old"
 
 
 def test_open_logs_keeps_the_log_of_the_run_before(tmp_path: Path) -> None:
