@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from slime_ppo.checkpoint.buffer import write_samples
-from slime_ppo.checkpoint.files import file_sizes, json_bytes, publish_folder, write_atomically
+from slime_ppo.checkpoint.files import delete_checkpoint, file_sizes, json_bytes, publish_folder, write_atomically
 from slime_ppo.checkpoint.layout import (
     IDENTITY_FILE,
     PARTIAL,
@@ -268,7 +268,7 @@ def _remove(path: Path) -> None:
     """Delete a file or folder; what cannot be deleted is a warning."""
     try:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            delete_checkpoint(path)
         elif path.exists():
             path.unlink()
     except OSError as error:

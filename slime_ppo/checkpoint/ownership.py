@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_ppo.checkpoint.files import read_json
-from slime_ppo.checkpoint.layout import IDENTITY_FILE, PARTIAL, iteration_number
+from slime_ppo.checkpoint.layout import IDENTITY_FILE, is_half, iteration_number
 from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.errors import CheckpointError
 
@@ -23,10 +23,10 @@ class Ownership:
     listed: frozenset[str] = frozenset()
 
     def owns(self, checkpoint: Path) -> bool:
-        """Half a folder that does not say yet whose it is counts as own: one run at a time writes there."""
+        """Half a folder that does not say whose it is counts as own: one run at a time writes there."""
         said = _identity(checkpoint)
         if said is None:
-            return checkpoint.name.endswith(PARTIAL)
+            return is_half(checkpoint)
         return said.get("run_id") in self.runs and not self._counts_elsewhere(checkpoint, said)
 
     def _counts_elsewhere(self, checkpoint: Path, said: Mapping[str, Any]) -> bool:

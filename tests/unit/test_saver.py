@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from slime_ppo.checkpoint import files
+from slime_ppo.checkpoint.layout import IDENTITY_FILE
 from slime_ppo.checkpoint.run_state import RunState
-from slime_ppo.checkpoint.start import replaced_paths, replaced_runs
+from slime_ppo.checkpoint.start import check_role_folders_free, replaced_paths, replaced_runs
 from slime_ppo.config.fields import Value
 from slime_ppo.config.root import Config
 from slime_ppo.errors import CheckpointError
@@ -183,6 +184,33 @@ def test_save_deletes_the_checkpoints_of_runs_that_it_replaces_and_never_those_o
     assert sorted(deleted[:2]) == ["critics/iter_0000005", "critics/iter_0000007"], "the actor's tell which runs there were"
     assert sorted(deleted[2:4]) == ["run/actor/iter_0000005", "run/actor/iter_0000007"]
     assert not [name for name in deleted[4:] if "iter_" in name]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_run_killed_in_the_deletion_of_a_checkpoint_goes_on_and_deletes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Of one that is listed no more, or, with `again`, of what an earlier kill has left where the new one is published."""
+    config = config_in(tmp_path, checkpoint__keep_checkpoints=1, checkpoint__load=str(tmp_path))
+    save(make_saver(config), config, 2)
+    if again:
+        for role in ("actor", "critic"):
+            shutil.copytree(tmp_path / role / "iter_0000002", tmp_path / role / "iter_0000003")
+    unlink = os.unlink
+
+    def kill(path: str | Path, **named: Any) -> None:
+        unlink(path, **named)
+        if Path(path).name == IDENTITY_FILE:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "unlink", kill)
+        save(make_saver(config, state=RunState.read(tmp_path)), config, 3)
+    state = RunState.read(tmp_path)
+    assert state is not None and listed(tmp_path) == [2 if again else 3]
+    check_role_folders_free(config, state)
+    save(make_saver(config, state=state), config, 4)
+    assert [name for name in on_disk(tmp_path) if "iter" in name] == ["actor/iter_0000004", "critic/iter_0000004"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
