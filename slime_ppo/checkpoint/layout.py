@@ -1,8 +1,8 @@
 """Where a run keeps its checkpoints, and what the files and folders are called.
 
 <save>/run_state.json                   the only mark of "done": it lists every complete checkpoint, and is replaced last
-<save>/actor/iter_0000020/              after 20 rollouts, in Megatron's torch_dist format; iter_0000020.partial while it is written,
-                                        iter_0000020.old while it is deleted
+<save>/actor/iter_0000020/              after 20 rollouts, in Megatron's torch_dist format; iter_0000020.partial while it is written
+                                        and iter_0000020.old while it is deleted
 <critic-save>/iter_0000020/             the critic's, in a folder of its own always
 <save>/rollout/state_0000020.json       everything that is not in the ranks
 <save>/rollout/buffer_0000020.npz       only where samples were collected and not trained yet
