@@ -12,7 +12,7 @@ from slime_ppo.config.checks import config_warnings
 from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import SlimePpoError
+from slime_ppo.errors import CheckpointError, SlimePpoError
 from slime_ppo.evaluation import Evaluation
 from slime_ppo.inputs import RunInputs, read_inputs
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
@@ -105,7 +105,15 @@ def _load(start: StartPoint, groups: Mapping[RoleName, TrainGroup], turns: Devic
     reports: dict[RoleName, LoadReport] = {}
     for role, folder in start.folders.items():
         turns.take(role)
-        reports[role] = groups[role].load_checkpoint(str(folder), with_optimizer=start.resumed)
+        try:
+            reports[role] = groups[role].load_checkpoint(str(folder), with_optimizer=start.resumed)
+        except CheckpointError as error:
+            if folder.is_dir():
+                raise
+            raise CheckpointError(
+                f"{folder} has gone since this run has found it: a run that goes on there deletes its older checkpoints. Start "
+                "again; with a higher --keep-checkpoints there they stay for longer"
+            ) from error
     return [start.told(reports), *start.changes] if start.text else []
 
 

@@ -16,7 +16,7 @@ from slime_ppo.checkpoint.run_state import Checkpoint, RunState
 from slime_ppo.checkpoint.start import StartPoint, beginning
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import ROLE_NAMES, RoleName
-from slime_ppo.errors import ConfigError
+from slime_ppo.errors import CheckpointError, ConfigError
 from slime_ppo.inputs import RunInputs, read_inputs
 from slime_ppo.launch import _load
 from slime_ppo.orchestration.ray_launcher import _start_role
@@ -123,6 +123,22 @@ def test_load_of_weights_leaves_the_optimizer_and_the_critic() -> None:
     start = replace(beginning(make_config(), {}), text="weights only", folders={"actor": Path("td/iter_0000000")})
     assert loading(start) == (["weights only"], ["wake actor", "load actor from iter_0000000"])
     assert loading(beginning(make_config(), {})) == ([], [])
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_load_of_a_checkpoint_that_a_live_run_has_deleted_meanwhile_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("it has no .metadata")
+
+    monkeypatch.setattr(RecordingRole, "load_checkpoint", fail)
+    folder = tmp_path / "run" / ("gone" if gone else "")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(
+        CheckpointError, match="gone has gone since .* higher --keep-checkpoints" if gone else "^it has no .metadata"
+    ):
+        loading(replace(beginning(make_config(), {}), text="resumed", resumed=True, folders={"actor": folder}))
 
 
 class RecordingGroup:
