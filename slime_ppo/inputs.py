@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from slime_ppo.checkpoint.layout import role_folders
-from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start, replaced_runs
+from slime_ppo.checkpoint.start import StartPoint, check_role_folders_free, find_start, replaced_paths, replaced_runs
 from slime_ppo.config.checks import check_engine_support
 from slime_ppo.config.preflight import RunShapes, preflight
 from slime_ppo.config.root import Config
@@ -99,6 +99,7 @@ def _save_plan(config: Config, shapes: RunShapes, start: StartPoint) -> SavePlan
         settings={"objective": config.objective, **config.values()},
         models={role: shape.plain_values() for role, shape in shapes.by_role.items()},
         replaced_runs=replaced_runs(config),
+        replaced_paths=replaced_paths(config),
     )
 
 

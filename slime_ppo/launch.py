@@ -12,7 +12,7 @@ from slime_ppo.config.checks import config_warnings
 from slime_ppo.config.launcher import LauncherName
 from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
-from slime_ppo.errors import SlimePpoError
+from slime_ppo.errors import CheckpointError, SlimePpoError
 from slime_ppo.evaluation import Evaluation
 from slime_ppo.inputs import RunInputs, read_inputs
 from slime_ppo.orchestration.engine_keeper import ROLLOUT, EngineKeeper
@@ -50,7 +50,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
     """
     phases = run_phases(has_critic=config.has_critic, side_by_side=not config.cluster.colocate)
     clock = RunClock(SFT_PHASES if config.objective == "sft" else phases if config.trains else ROLLOUT_PHASES)
-    inputs: RunInputs | None = None
+    begun: StartPoint | None = None
     try:
         with ExitStack() as stack:
             stack.enter_context(interrupts_raise())
@@ -59,6 +59,7 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
             launcher = launcher_for(inputs.start.config, launcher_name, world)
             locks.claim()
             open_logs(config)
+            begun = inputs.start
             if config.generates:
                 stack.enter_context(inputs.rewards).start()
             say(batch_plan_text(config), *config_warnings(config), *locks.warnings, *inputs.reward_warnings, *inputs.left_out)
@@ -76,14 +77,14 @@ def run_job(config: Config, launcher_name: LauncherName, world: LocalWorld) -> i
                 stack.enter_context(stop.listening())
             loop.run()
     except Interrupted as interrupt:
-        say(f"stopped by {interrupt} in {clock.where}; {way_on(config, None if inputs is None else inputs.start)}")
+        say(f"stopped by {interrupt} in {clock.where}; {way_on(config, begun)}")
         return interrupt.exit_code
     except SlimePpoError as error:
         raise type(error)(f"{clock.where}: {error}") from error
     except Exception as error:
         _log.exception("the run failed in %s", clock.where)
-        text = f"{clock.where}: {type(error).__name__}: {error}. The traceback is in {config.run.save}/logs/driver.log"
-        raise SlimePpoError(text) from error
+        traceback = f"in {config.run.save}/logs/driver.log" if begun is not None else "above"
+        raise SlimePpoError(f"{clock.where}: {type(error).__name__}: {error}. The traceback is {traceback}") from error
     say(f"done: {config.run.save}/report.html")
     return 0
 
@@ -100,7 +101,15 @@ def _load(start: StartPoint, groups: Mapping[RoleName, TrainGroup], turns: Devic
     reports: dict[RoleName, LoadReport] = {}
     for role, folder in start.folders.items():
         turns.take(role)
-        reports[role] = groups[role].load_checkpoint(str(folder), with_optimizer=start.resumed)
+        try:
+            reports[role] = groups[role].load_checkpoint(str(folder), with_optimizer=start.resumed)
+        except CheckpointError as error:
+            if folder.is_dir():
+                raise
+            raise CheckpointError(
+                f"{folder} has gone since this run has found it: a run that goes on there deletes its older checkpoints. Start "
+                "again; with a higher --keep-checkpoints there they stay for longer"
+            ) from error
     return [start.told(reports), *start.changes] if start.text else []
 
 

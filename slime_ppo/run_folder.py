@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from slime_ppo.checkpoint.files import write_atomically
 from slime_ppo.checkpoint.lock import FolderLocks
 from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.checkpoint.start import StartPoint
@@ -45,7 +46,7 @@ def claim_run_folder(config: Config, start: StartPoint) -> None:
         if start.records is not None:
             for source in filter(Path.exists, (start.records / name for name in RECORDS)):
                 shutil.copyfile(source, folder / source.name)
-    (folder / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+    write_atomically(folder / CONFIG_FILE, config.to_yaml().encode())
 
 
 def open_logs(config: Config) -> None:
@@ -68,13 +69,15 @@ def open_logs(config: Config) -> None:
 def way_on(config: Config, start: StartPoint | None) -> str:
     """How to go on with what a run that was stopped has saved, in words; where its folder is when it has saved nothing.
 
-    `start` is None when the run was stopped before it knew where it starts.
+    `start` is None when the run was stopped before the folder was its own.
     """
     folder = config.run.save
+    if start is None:
+        return "the run had not begun"
     try:
         state = RunState.read(Path(folder))
     except CheckpointError:
         state = None
-    if start is None or state is None or state.newest is None or state.run_id != start.run_state.run_id:
+    if state is None or state.newest is None or state.run_id != start.run_state.run_id:
         return f"the run folder is {folder}"
     return f"saved after {state.newest.rollout_id} rollouts: go on with --load {folder} --save {folder}"

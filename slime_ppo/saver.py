@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from slime_ppo.checkpoint.buffer import write_samples
-from slime_ppo.checkpoint.files import file_sizes, json_bytes, publish_folder, write_atomically
+from slime_ppo.checkpoint.files import delete_checkpoint, file_sizes, json_bytes, publish_folder, write_atomically
 from slime_ppo.checkpoint.layout import (
     IDENTITY_FILE,
     PARTIAL,
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class SavePlan:
     """Where a run saves, how often, and what of it never changes. `folders` are the roles', in the order in which they are saved;
     `interval` None: only at the end. `keep` None: all. `settings` and `models` as in SavedState. `replaced_runs` are those that the
-    run folder held before, and whose checkpoints go."""
+    run folder held before, and whose checkpoints go, `replaced_paths` what was listed then."""
 
     run_folder: Path
     folders: Mapping[RoleName, Path]
@@ -51,6 +51,7 @@ class SavePlan:
     settings: Mapping[str, object]
     models: Mapping[str, Mapping[str, object]]
     replaced_runs: frozenset[str] = frozenset()
+    replaced_paths: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class CheckpointSaver:
         The actor's come last: they tell which runs this folder has had (`replaced_runs`).
         """
         run, state = self.plan.run_folder, self.state
-        own, listed = Ownership(run, self.plan.replaced_runs | {state.run_id}), state.real_paths(run)
+        listed, was_listed = state.real_paths(run), self.plan.replaced_paths | before.real_paths(run)
+        own = Ownership(run, self.plan.replaced_runs | {state.run_id}, was_listed)
         folders = reversed(list(self.plan.folders.values()))
         found = (
             *(path for folder in folders for path in folder.iterdir() if is_iteration(path.name)),
@@ -266,7 +268,7 @@ def _remove(path: Path) -> None:
     """Delete a file or folder; what cannot be deleted is a warning."""
     try:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            delete_checkpoint(path)
         elif path.exists():
             path.unlink()
     except OSError as error:

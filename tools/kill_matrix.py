@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,8 @@ MOMENTS = (
     Moment("after both renames", "os:rename", condition=target(f"critic/{SECOND}"), after=True),
     Moment("before run_state.json is replaced", "os:replace", call=2, condition=target("run_state.json")),
     Moment("after run_state.json is replaced", "os:replace", call=2, condition=target("run_state.json"), after=True),
-    Moment("in the deletion of the older checkpoint", "shutil:rmtree", condition=first("critic/iter_0000002")),
+    Moment("before the deletion of the older checkpoint", "shutil:rmtree", condition=first("critic/iter_0000002.old")),
+    Moment("in the deletion of the older checkpoint", "os:unlink", condition=first("slime_ppo.json"), after=True),
     Moment("async: while the files are written", f"{RANK}.finish_save", call=3, flags=ASYNC),
     Moment("async: before run_state.json is replaced", "os:replace", call=2, condition=target("run_state.json"), flags=ASYNC),
     Moment("while a resume loads the critic", f"{RANK}.load_checkpoint", condition=role("critic"), resuming=True),
@@ -278,6 +279,10 @@ def try_moment(moment: Moment | RandomMoment, arguments: Sequence[str], save: Pa
     if moment.resuming:
         run_forked(command, IN_GENERATION.plant)
     killed = run_forked(command, moment.plant)
+    while isinstance(moment, RandomMoment) and came_too_late(killed, save):
+        shutil.rmtree(save)
+        moment = replace(moment, seconds=moment.seconds / 2)
+        killed = run_forked(command, moment.plant)
     if not killed.killed:
         return False, f"| {moment.name} | not reached, exit code {killed.code}: {killed.output[-600:]!r} | | |"
     resumed = run_forked(command)
@@ -287,8 +292,16 @@ def try_moment(moment: Moment | RandomMoment, arguments: Sequence[str], save: Pa
     return not found, f"| {moment.name} | {killed.place} | {resumed.start} | {', '.join(found) or 'equal'} |"
 
 
+def came_too_late(killed: Ended, save: Path) -> bool:
+    """Whether nothing was left for a resume, since the run was quicker than the reference: its last checkpoint is published."""
+    if not (killed.killed or killed.code == 0) or not (save / "run_state.json").exists():
+        return False
+    listed = json.loads((save / "run_state.json").read_text(encoding="utf-8"))["checkpoints"]
+    return any(one["rollout_id"] == NUM_ROLLOUT for one in listed)
+
+
 def random_moments(reference: Path, count: int, seed: int) -> list[RandomMoment]:
-    """Spread over the time that the rollouts of the reference took."""
+    """Spread over the time that the rollouts of the reference took; on a machine that others use, the same ones may take less."""
     rows = map(json.loads, (reference / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     whole = sum(row["perf/step_time"] for row in rows)
     numbers = random.Random(seed)

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from slime_ppo.checkpoint.layout import OLD, is_half
 from slime_ppo.disk import flush
 from slime_ppo.errors import CheckpointError
 
@@ -27,9 +28,18 @@ def publish_folder(partial: Path, final: Path) -> None:
     """Give a folder that is whole its name. What already has that name, and by the caller's word counts for nothing, goes."""
     flush(partial)
     if final.exists():
-        shutil.rmtree(final)
+        delete_checkpoint(final)
     os.rename(partial, final)
     flush(final.parent)
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Delete the folder of a checkpoint, by another name: what a kill leaves of it is not taken for one that is whole."""
+    if not is_half(folder):
+        half = folder.with_name(folder.name + OLD)
+        shutil.rmtree(half, ignore_errors=True)
+        folder = folder.rename(half)
+    shutil.rmtree(folder)
 
 
 def json_bytes(content: Mapping[str, object]) -> bytes:

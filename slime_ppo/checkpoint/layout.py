@@ -2,6 +2,7 @@
 
 <save>/run_state.json                   the only mark of "done": it lists every complete checkpoint, and is replaced last
 <save>/actor/iter_0000020/              after 20 rollouts, in Megatron's torch_dist format; iter_0000020.partial while it is written
+                                        and iter_0000020.old while it is deleted
 <critic-save>/iter_0000020/             the critic's, in a folder of its own always
 <save>/rollout/state_0000020.json       everything that is not in the ranks
 <save>/rollout/buffer_0000020.npz       only where samples were collected and not trained yet
@@ -14,7 +15,7 @@ from slime_ppo.config.roles import RoleName
 from slime_ppo.config.root import Config
 
 IDENTITY_FILE = "slime_ppo.json"
-PARTIAL = ".partial"
+PARTIAL, OLD = ".partial", ".old"
 STATE_FOLDER = "rollout"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _STATE_FILE = re.compile(r"(state_\d{7,}(_buffered)?\.json|buffer_\d{7,}\.npz)(\.new)?")
@@ -28,7 +29,12 @@ def iteration_number(name: str) -> int | None:
 
 def is_iteration(name: str) -> bool:
     """True for folders of checkpoints, whole or not."""
-    return iteration_number(name.removesuffix(PARTIAL)) is not None
+    return iteration_number(name.removesuffix(PARTIAL).removesuffix(OLD)) is not None
+
+
+def is_half(folder: Path) -> bool:
+    """True for folders of checkpoints that are being written or deleted."""
+    return folder.suffix in (PARTIAL, OLD)
 
 
 def state_name(rollout_id: int, *, buffered: bool) -> str:

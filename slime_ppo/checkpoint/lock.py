@@ -50,13 +50,14 @@ class FolderLocks:
     def claim(self) -> None:
         """The run begins: from here on the folders are its own."""
         for flag, folder in self._folders.items():
+            made = Path(os.path.realpath(folder))  # the folder that a link names may have gone, as on a disk that is emptied
             try:
-                folder.mkdir(parents=True)
+                made.mkdir(parents=True)
             except FileExistsError as error:
                 raise ConfigError(f"{flag} {folder}: another run has begun there while this one read its inputs") from error
             except OSError as error:
                 raise _not_writable(flag, folder, error) from error
-            self._made.append(folder)
+            self._made.append(made)
             self._lock(flag, folder)
         self._folders.clear()
         self._made.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_ppo.checkpoint.files import read_json
-from slime_ppo.checkpoint.layout import IDENTITY_FILE, PARTIAL, iteration_number
+from slime_ppo.checkpoint.layout import IDENTITY_FILE, is_half, iteration_number
 from slime_ppo.checkpoint.run_state import RunState
 from slime_ppo.errors import CheckpointError
 
@@ -15,27 +15,32 @@ from slime_ppo.errors import CheckpointError
 @dataclass(frozen=True)
 class Ownership:
     """The checkpoints that a run may delete: those that `runs` have written, itself and those that its folder held before, unless
-    they count for a run folder elsewhere, as after `cp -r` of one whose critics lie outside."""
+    they count, or may count, for a run folder elsewhere, as after `cp -r` of one whose critics lie outside. `listed`: the real
+    paths of what run_state.json of this folder has listed until now."""
 
     run_folder: Path
     runs: frozenset[str]
+    listed: frozenset[str] = frozenset()
 
     def owns(self, checkpoint: Path) -> bool:
-        """Half a folder that does not say yet whose it is counts as own: one run at a time writes there."""
+        """Half a folder that does not say whose it is counts as own: one run at a time writes there."""
         said = _identity(checkpoint)
         if said is None:
-            return checkpoint.name.endswith(PARTIAL)
+            return is_half(checkpoint)
         return said.get("run_id") in self.runs and not self._counts_elsewhere(checkpoint, said)
 
     def _counts_elsewhere(self, checkpoint: Path, said: Mapping[str, Any]) -> bool:
-        home = Path(said.get("run_folder", self.run_folder))
-        if os.path.realpath(home) == os.path.realpath(self.run_folder):
+        home, real = Path(said.get("run_folder", self.run_folder)), os.path.realpath(checkpoint)
+        here = os.path.realpath(self.run_folder)
+        if os.path.realpath(home) == here:
             return False
+        if real not in self.listed and Path(here) not in Path(real).parents:
+            return True  # a copy of this folder has written it, and may have been moved since, with its list
         try:
             state = RunState.read(home)
         except CheckpointError:
             return True  # there is a list, and it cannot be read
-        return state is not None and os.path.realpath(checkpoint) in state.real_paths(home)
+        return state is not None and real in state.real_paths(home)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

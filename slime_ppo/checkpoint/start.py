@@ -277,13 +277,25 @@ def replaced_runs(config: Config) -> frozenset[str]:
     return writers(folders["actor"]).union(*(writers(folder, home=run) for folder in inside))
 
 
+def replaced_paths(config: Config) -> frozenset[str]:
+    """Where everything lies that the run of --save has listed which this one goes on with, or gives up by --overwrite."""
+    if not (config.run.overwrite or loads_own_folder(config)):
+        return frozenset()
+    try:
+        state = RunState.read(Path(config.run.save))
+    except CheckpointError:  # given up, since a run that goes on has read it
+        state = None
+    return frozenset() if state is None else frozenset(state.real_paths(Path(config.run.save)))
+
+
 def check_role_folders_free(config: Config, run_state: RunState) -> None:
     """Refuse folders that hold checkpoints of another run: they would be deleted one day. --overwrite gives up what --save holds,
     and never what another run saves in --critic-save. Raises ConfigError."""
-    folders, own = role_folders(config), Ownership(Path(config.run.save), replaced_runs(config) | {run_state.run_id})
+    folders, run = role_folders(config), Path(config.run.save)
+    own = Ownership(run, replaced_runs(config) | {run_state.run_id}, replaced_paths(config))
     if loads_own_folder(config) and not config.run.overwrite:
         _check_list_is_not_lost(config, run_state, whole_checkpoints(folders["actor"]))
-    listed = run_state.real_paths(Path(config.run.save))
+    listed = run_state.real_paths(run)
     for role, folder in folders.items():
         if role == "actor" and config.run.overwrite:
             continue
@@ -291,7 +303,7 @@ def check_role_folders_free(config: Config, run_state: RunState) -> None:
         foreign = [one for one in unlisted if not own.owns(one)]
         if foreign:
             again = replace(config, run=replace(config.run, overwrite=True))
-            replaceable = replace(own, runs=own.runs | replaced_runs(again))
+            replaceable = Ownership(run, own.runs | replaced_runs(again), replaced_paths(again))
             by_overwrite = role == "actor" or all(map(replaceable.owns, foreign))
             raise ConfigError(
                 f"{folder} already holds checkpoints ({', '.join(one.name for one in foreign[:3])}) of {owner_text(foreign[0])}, "

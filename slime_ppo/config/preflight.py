@@ -188,7 +188,11 @@ def _check_folders_apart(config: Config) -> None:
         _check_not_above(flag, folder, {"--save": run, "the current directory": os.curdir} | inputs)
     for flag, folder in replaced.items() if config.model.save_hf else ():
         may_be_ours = _holds(run, folder) or _saves_critics_again(config)
-        _check_replaced_folder(flag, Path(folder), overwrite=config.run.overwrite or _goes_on(config), own=may_be_ours)
+        advice = "say --overwrite" if may_be_ours else "move them away: --save holds no run that has saved its critic there"
+        if loads_own_folder(config) and not _goes_on(config):
+            advice = f"bring {RUN_STATE_FILE} back, without which --load {load} has nothing to go on from, or {advice}"
+        replaceable = (config.run.overwrite or _goes_on(config)) and may_be_ours
+        _check_replaced_folder(flag, Path(folder), replaceable=replaceable, advice=advice)
 
 
 def _critic_folder(folder: str, taken: Iterable[str]) -> str:
@@ -229,15 +233,14 @@ def _check_not_above(flag: str, folder: str, kept: Mapping[str, str]) -> None:
             )
 
 
-def _check_replaced_folder(flag: str, folder: Path, *, overwrite: bool, own: bool) -> None:
-    """`overwrite`: what the run in --save has saved may be replaced; `own` False: this folder may be another run's."""
+def _check_replaced_folder(flag: str, folder: Path, *, replaceable: bool, advice: str) -> None:
+    """`replaceable`: weights in it are those of the run that goes on or is given up; otherwise `advice` says what else to do."""
     try:
         for one in (folder, *staging_folders(folder)):
             check_replaceable(one)
     except CheckpointError as error:
         raise ConfigError(f"{flag}: {error}") from error
-    if folder.exists() and os.listdir(folder) and not (overwrite and own):
-        advice = "say --overwrite" if own else "move them away: --save holds no run that has saved its critic there"
+    if folder.exists() and os.listdir(folder) and not replaceable:
         raise ConfigError(f"{flag} {folder}: already holds saved weights. Choose another folder, or {advice}")
 
 

@@ -1,5 +1,6 @@
 """What the launcher does to a run folder, and what it starts the roles with."""
 
+import errno
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from slime_ppo.checkpoint.run_state import Checkpoint, RunState
 from slime_ppo.checkpoint.start import StartPoint, beginning
 from slime_ppo.config.fields import Value
 from slime_ppo.config.roles import ROLE_NAMES, RoleName
-from slime_ppo.errors import ConfigError
+from slime_ppo.errors import CheckpointError, ConfigError
 from slime_ppo.inputs import RunInputs, read_inputs
 from slime_ppo.launch import _load
 from slime_ppo.orchestration.ray_launcher import _start_role
@@ -52,7 +53,7 @@ def test_way_on_names_the_newest_checkpoint_of_this_run_alone(tmp_path: Path) ->
     config = make_config(run__save=str(tmp_path))
     start, other = beginning(config, {}), beginning(config, {})
     nothing = f"the run folder is {tmp_path}"
-    assert way_on(config, None) == way_on(config, start) == nothing
+    assert (way_on(config, None), way_on(config, start)) == ("the run had not begun", nothing)
     saved = (Checkpoint(2, {}, "state_2.json", "", None), Checkpoint(4, {}, "state_4.json", "", None))
     replace(start.run_state, checkpoints=saved).write(tmp_path)
     assert way_on(config, start) == f"saved after 4 rollouts: go on with --load {tmp_path} --save {tmp_path}"
@@ -89,6 +90,18 @@ def test_claim_run_folder_of_a_run_that_goes_on_elsewhere_takes_the_records_alon
     assert RunState.read(tmp_path / "new") is None
 
 
+def test_claim_run_folder_on_a_full_disk_keeps_the_config_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        claim_run_folder(make_config(run__save=str(tmp_path)), beginning(make_config(), {}))
+    assert (tmp_path / "config.yaml").read_text() == "old"
+
+
 def test_open_logs_keeps_the_log_of_the_run_before(tmp_path: Path) -> None:
     package, log = logging.getLogger("slime_ppo"), tmp_path / "logs" / "driver.log"
     before = package.handlers, package.level, package.propagate
@@ -123,6 +136,22 @@ def test_load_of_weights_leaves_the_optimizer_and_the_critic() -> None:
     start = replace(beginning(make_config(), {}), text="weights only", folders={"actor": Path("td/iter_0000000")})
     assert loading(start) == (["weights only"], ["wake actor", "load actor from iter_0000000"])
     assert loading(beginning(make_config(), {})) == ([], [])
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_load_of_a_checkpoint_that_a_live_run_has_deleted_meanwhile_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("it has no .metadata")
+
+    monkeypatch.setattr(RecordingRole, "load_checkpoint", fail)
+    folder = tmp_path / "run" / ("gone" if gone else "")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(
+        CheckpointError, match="gone has gone since .* higher --keep-checkpoints" if gone else "^it has no .metadata"
+    ):
+        loading(replace(beginning(make_config(), {}), text="resumed", resumed=True, folders={"actor": folder}))
 
 
 class RecordingGroup:

@@ -1,6 +1,7 @@
 """What a save writes in which order, what stays when it fails, and what is deleted when."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from slime_ppo.checkpoint import files
+from slime_ppo.checkpoint.layout import IDENTITY_FILE
 from slime_ppo.checkpoint.run_state import RunState
+from slime_ppo.checkpoint.start import check_role_folders_free, replaced_paths, replaced_runs
 from slime_ppo.config.fields import Value
 from slime_ppo.config.root import Config
 from slime_ppo.errors import CheckpointError
@@ -187,6 +190,55 @@ def test_save_deletes_the_checkpoints_of_runs_that_it_replaces_and_never_those_o
     assert sorted(deleted[:2]) == ["critics/iter_0000005", "critics/iter_0000007"], "the actor's tell which runs there were"
     assert sorted(deleted[2:4]) == ["run/actor/iter_0000005", "run/actor/iter_0000007"]
     assert not [name for name in deleted[4:] if "iter_" in name]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_run_killed_in_the_deletion_of_a_checkpoint_goes_on_and_deletes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Of one that is listed no more, or, with `again`, of what an earlier kill has left where the new one is published."""
+    config = config_in(tmp_path, checkpoint__keep_checkpoints=1, checkpoint__load=str(tmp_path))
+    save(make_saver(config), config, 2)
+    if again:
+        for role in ("actor", "critic"):
+            shutil.copytree(tmp_path / role / "iter_0000002", tmp_path / role / "iter_0000003")
+    unlink = os.unlink
+
+    def kill(path: str | Path, **named: Any) -> None:
+        unlink(path, **named)
+        if Path(path).name == IDENTITY_FILE:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "unlink", kill)
+        save(make_saver(config, state=RunState.read(tmp_path)), config, 3)
+    state = RunState.read(tmp_path)
+    assert state is not None and listed(tmp_path) == [2 if again else 3]
+    check_role_folders_free(config, state)
+    save(make_saver(config, state=state), config, 4)
+    assert [name for name in on_disk(tmp_path) if "iter" in name] == ["actor/iter_0000004", "critic/iter_0000004"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_save_beside_a_copy_that_was_moved_deletes_what_its_own_list_held_and_no_more(tmp_path: Path, overwrite: bool) -> None:
+    """Run folder and copy are one run by name, and share the critics' folder. The moved copy goes on, or is given up for a run."""
+    critics, run, copy, moved = (tmp_path / name for name in ("critics", "run", "copy", "moved"))
+
+    def save_in(folder: Path, number: int) -> None:
+        config = config_in(folder, critic__save=str(critics), checkpoint__keep_checkpoints=1)
+        save(make_saver(config, state=RunState.read(folder)), config, number)
+
+    save_in(run, 2)
+    shutil.copytree(run, copy)
+    save_in(copy, 4)
+    copy.rename(moved)
+    save_in(run, 6)
+    assert {path.name for path in critics.glob("iter_*")} == {"iter_0000004", "iter_0000006"}
+    config = config_in(moved, critic__save=str(critics), checkpoint__keep_checkpoints=1, run__overwrite=overwrite)
+    saver = make_saver(config, state=RunState("new") if overwrite else RunState.read(moved))
+    saver.plan = replace(saver.plan, replaced_runs=replaced_runs(config), replaced_paths=replaced_paths(config))
+    save(saver, config, 8)
+    assert {path.name for path in critics.glob("iter_*")} == {"iter_0000006", "iter_0000008"}
 
 
 def test_save_over_what_a_killed_run_has_left_of_the_same_rollout_replaces_it(tmp_path: Path) -> None:

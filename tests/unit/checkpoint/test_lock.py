@@ -8,13 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slime_ppo.checkpoint.lock import LOCK_FILE, FolderLocks
 from slime_ppo.config.launcher import RankPlace
+from slime_ppo.config.root import Config
 from slime_ppo.errors import ConfigError, SlimePpoError
 from slime_ppo.launch import run_job
+from slime_ppo.orchestration.interrupts import Interrupted
 from slime_ppo.orchestration.local_world import LocalWorld
 from tests.helpers.configs import make_config
 from tests.helpers.tiny_llama import make_tiny_llama
@@ -96,6 +100,13 @@ def test_folder_that_another_run_has_made_meanwhile_is_refused(tmp_path: Path) -
     assert (tmp_path / "run" / LOCK_FILE).exists()
 
 
+def test_folder_that_a_link_names_is_made_where_it_points(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "emptied")
+    with locks_of(tmp_path / "run") as locks:
+        locks.claim()
+    assert (tmp_path / "disk" / "emptied" / LOCK_FILE).exists()
+
+
 def test_lock_whose_file_is_deleted_by_its_last_holder_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, lockf = tmp_path / LOCK_FILE, fcntl.lockf
 
@@ -145,6 +156,43 @@ def test_run_job_that_finds_a_wrong_input_makes_no_folder(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="no such folder"):
         run_job(config, "local", LocalWorld(RankPlace()))
     assert list(tmp_path.iterdir()) == []
+
+
+class Breaking:
+    """Inputs of a run that breaks off when it begins."""
+
+    def __init__(self, config: Config, error: BaseException) -> None:
+        self.start, self.rewards, self.error = SimpleNamespace(config=config), self, error
+        self.reward_warnings = self.left_out = ()
+
+    def __enter__(self) -> Any:
+        return SimpleNamespace(start=self.fail)
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def fail(self, *_: object, **__: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_run_job_says_truly_what_is_left_of_a_run_that_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], begins: bool
+) -> None:
+    config = make_config(run__save=str(tmp_path / "run"))
+
+    def run_with(error: BaseException) -> int:
+        broken = Breaking(config, error)
+        monkeypatch.setattr("slime_ppo.launch.open_logs", lambda _: None)
+        monkeypatch.setattr("slime_ppo.launch.read_inputs", (lambda *_, **__: broken) if begins else broken.fail)
+        return run_job(config, "local", LocalWorld(RankPlace()))
+
+    place = f"in {tmp_path}/run/logs/driver.log" if begins else "above"
+    with pytest.raises(SlimePpoError, match=f"KeyError: 'a fault'. The traceback is {place}$"):
+        run_with(KeyError("a fault"))
+    assert run_with(Interrupted(signal.SIGINT)) == 130
+    rest = f"the run folder is {tmp_path}/run" if begins else "the run had not begun"
+    assert capsys.readouterr().out == f"stopped by SIGINT in start-up; {rest}\n"
 
 
 def test_run_job_has_the_folders_of_run_and_critic_before_it_writes_into_them(

@@ -429,6 +429,21 @@ def test_check_role_folders_free_refuses_another_runs_critics_in_a_folder_that_g
             check_role_folders_free(one, start.run_state)
 
 
+def test_check_role_folders_free_refuses_the_critics_of_a_copy_that_was_moved(tmp_path: Path, shapes: Shapes) -> None:
+    config, copied = (
+        loading(tmp_path / name, critic__save=str(tmp_path / "critics"), run__num_rollout=9) for name in ("run", "copy")
+    )
+    make_saver(config, shapes=shapes).save(progress_after(config, 2, prompts={"drawn": 16}))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    saver = make_saver(copied, shapes=shapes, state=RunState.read(tmp_path / "copy"))
+    saver.save(progress_after(copied, 4, prompts={"drawn": 32}))
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=rf"critics already holds checkpoints .iter_0000004. of run run-1 in {tmp_path}/copy"):
+        check_role_folders_free(config, start_of(config, shapes).run_state)
+    moved = loading(tmp_path / "moved", critic__save=str(tmp_path / "critics"), run__num_rollout=9)
+    check_role_folders_free(moved, start_of(moved, shapes).run_state)
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_check_role_folders_free_takes_what_a_killed_run_has_left_for_its_own(
     tmp_path: Path, shapes: Shapes, monkeypatch: pytest.MonkeyPatch, resumes: bool

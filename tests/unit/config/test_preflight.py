@@ -259,7 +259,8 @@ def test_check_files_with_a_run_that_goes_on_in_its_folder_needs_no_overwrite(ma
     write_model_folder(run / "hf")
     (run / "metrics.jsonl").touch()
     values: dict[str, Value] = {"run__save": str(run), "checkpoint__load": f"{tmp_path}/./run"}
-    assert "already holds saved weights" in _refusal(make(**values)), "a run that begins there would lose them"
+    text = _refusal(make(**values))  # a run that begins there would lose them
+    assert "already holds saved weights" in text and "bring run_state.json back, without which --load" in text
     (run / "run_state.json").touch()
     check_files(make(**values))
 

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,28 @@ def test_moment_kills_at_the_call_that_it_names(
     with pytest.raises(Killed):
         os.replace(tmp_path / "c", tmp_path / "two")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "c") == made
+
+
+@pytest.mark.parametrize(("ends", "asked"), [([0, -9, -9, 0], [8.0, 4.0, 2.0]), ([1], [8.0]), ([-9, 0], [8.0])])
+def test_random_moment_that_comes_after_the_last_checkpoint_comes_again_in_half_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int], asked: list[float]
+) -> None:
+    """Ends of runs, one after the other; all that were tried for a moment, but the last of them, had saved all."""
+    reference, save, codes = write_run(tmp_path / "reference"), tmp_path / "save", list(ends)
+    planted: list[float] = []
+
+    def run_forked(_: Sequence[str], plant: Callable[[], None] | None = None) -> tool.Ended:
+        code = codes.pop(0)
+        done = plant is None or len(planted) + 1 < len(asked) or code > 0
+        if plant is not None:
+            plant()
+        rollout_id = tool.NUM_ROLLOUT if done else 2
+        write_run(save)
+        (save / "run_state.json").write_text(json.dumps({"checkpoints": [{"rollout_id": rollout_id, "state_file": "state.json"}]}))
+        return tool.Ended(code, code == -9, "")
+
+    monkeypatch.setattr(tool, "run_forked", run_forked)
+    monkeypatch.setattr(tool.RandomMoment, "plant", lambda moment: planted.append(moment.seconds))
+    good, row = tool.try_moment(tool.RandomMoment(8.0), [], save, reference)
+    assert planted == asked and codes == []
+    assert good == (len(ends) > 1) and row.startswith(f"| {asked[-1]:.2f} s"), row
