@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from slime_ppo.data.chat import ChatTemplate
+from slime_ppo.data.row import BrokenRow, RawRow
 from slime_ppo.data.row_format import (
     PromptRow,
     RowFormat,
@@ -23,7 +24,6 @@ from slime_ppo.data.row_format import (
     unpadded,
     value_of,
 )
-from slime_ppo.data.rows import BrokenRow, RawRow
 from slime_ppo.data.tokenizer import TextTokenizer
 from slime_ppo.types.rollout_batch import FINISH_CODES, RolloutBatch
 from slime_ppo.types.sample import FinishReason, Prompt

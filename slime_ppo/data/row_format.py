@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from slime_ppo.data.chat import ChatTemplate
-from slime_ppo.data.rows import BrokenRow, RawRow
+from slime_ppo.data.row import BrokenRow, RawRow
 from slime_ppo.errors import DataError
 
 _SHOWN_KEYS = 20

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import BinaryIO
 
-from slime_ppo.data.rows import RawRow
+from slime_ppo.data.row import RawRow
 from slime_ppo.errors import DataError
 
 # a file that is one JSON array without line ends would otherwise be read whole

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slime_ppo.data.rows import RawRow
+from slime_ppo.data.row import RawRow
 from slime_ppo.errors import DataError
 
 _BATCH_ROWS = 64

@@ -9,8 +9,9 @@ import numpy as np
 
 from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.data.chat import ChatTemplate
+from slime_ppo.data.row import BrokenRow, RawRow
 from slime_ppo.data.row_format import PromptRow
-from slime_ppo.data.rows import BrokenRow, RawRow, read_rows
+from slime_ppo.data.rows import read_rows
 from slime_ppo.data.seeding import derive_seed, shuffled
 from slime_ppo.data.store import PromptStore
 from slime_ppo.data.tokenizer import TextTokenizer

@@ -14,7 +14,7 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 
-from slime_ppo.backends.megatron.spec import LayerModules
+from slime_ppo.backends.megatron.layer_modules import LayerModules
 from slime_ppo.errors import ConfigError
 
 if not HAVE_TE:  # Megatron keeps the reason to itself, and makes the classes all the same

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from slime_ppo.backends.megatron.spec import LOCAL, LayerModules, RMSNorm  # noqa: E402
+from slime_ppo.backends.megatron.layer_modules import LOCAL, LayerModules, RMSNorm  # noqa: E402
 from slime_ppo.types.rollout_batch import RolloutBatch  # noqa: E402
 from slime_ppo.types.step_plan import StepPlan  # noqa: E402
 from tests.dist.backends import ranks  # noqa: E402

@@ -8,8 +8,8 @@ import pytest
 
 from slime_ppo.data.chat import load_chat_template
 from slime_ppo.data.examples import ExampleFormat, example_batch
+from slime_ppo.data.row import BrokenRow, RawRow
 from slime_ppo.data.row_format import PromptRow, RowFormat
-from slime_ppo.data.rows import BrokenRow, RawRow
 from slime_ppo.data.source import PromptSource, RowPolicy
 from slime_ppo.data.tokenizer import TextTokenizer, load_tokenizer
 from slime_ppo.errors import DataError

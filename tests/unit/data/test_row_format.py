@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from slime_ppo.data.chat import load_chat_template
+from slime_ppo.data.row import BrokenRow, RawRow
 from slime_ppo.data.row_format import RowFormat
-from slime_ppo.data.rows import BrokenRow, RawRow
 from tests.helpers.chat_templates import make_chat_tokenizer
 
 SHOW = "{{ tools | tojson }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"

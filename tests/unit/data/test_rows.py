@@ -14,7 +14,8 @@ import pytest
 
 from slime_ppo.config.prompt_path import PromptPath
 from slime_ppo.data import rows_jsonl
-from slime_ppo.data.rows import RawRow, read_rows
+from slime_ppo.data.row import RawRow
+from slime_ppo.data.rows import read_rows
 from slime_ppo.errors import DataError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
