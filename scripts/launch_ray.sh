@@ -14,9 +14,10 @@ A Ray cluster for scripts/train_ppo.py.
 head    starts a cluster on this machine. Without --host it is meant for this machine alone; for several give the IP under which
         the others reach this one. Ports: 6379, dashboard and jobs 8265 on loopback.
 join    adds this machine to the cluster of IP:PORT, as head has printed it.
-submit  uploads the repository (without what .gitignore names), runs scripts/train_ppo.py with ARGS as a job, follows its log, and
-        ends with the exit code of the job. Ctrl-C ends the following, not the job. The job runs in the uploaded copy: give
-        models, prompts and --save as absolute paths that every machine has.
+submit  uploads the repository (without what .gitignore names), runs scripts/train_ppo.py with ARGS as a job on the cluster that
+        head has started, or on that of the dashboard at URL, follows its log, and ends with the exit code of the job. Ctrl-C ends
+        the following, not the job. The job runs in the uploaded copy: give models, prompts and --save as absolute paths that
+        every machine has.
 stop    ends the processes that head or join has started with this --state on this machine, and no others.
 
 --state FOLDER holds what stop and submit need to know, and Ray's output [runs/ray].
@@ -86,7 +87,7 @@ start_node() {
   fi
   mark=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   mkdir -p "$state"
-  printf 'mark=%s\ndashboard=%s\n' "$mark" "$dashboard" >"$state_file"
+  printf 'mark=%s\ndashboard=%s\ncluster=%s\n' "$mark" "$dashboard" "$cluster" >"$state_file"
   export RAY_raylet_start_wait_time_s=${RAY_raylet_start_wait_time_s:-90} # 30 s is too short on a busy machine
   # a session of its own: the terminal's end and Ctrl-C do not reach it
   until env "$MARK=$mark" setsid --wait ray start --disable-usage-stats "$@" >"$state/start.log" 2>&1 </dev/null; do
@@ -162,7 +163,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 verb=${1:-}
 shift || true
-host=127.0.0.1 port=6379 dashboard_port=8265 address="" node="" state=$root/runs/ray
+host=127.0.0.1 port=6379 dashboard_port=8265 address="" node="" cluster="" state=$root/runs/ray
 case $verb in
   head | submit | stop) ;;
   join)
@@ -202,6 +203,7 @@ dashboard=http://127.0.0.1:$dashboard_port
 case $verb in
   head)
     need_token head
+    cluster=$host:$port
     start_node --head --node-ip-address="$host" --port="$port" --dashboard-host=127.0.0.1 --dashboard-port="$dashboard_port" "$@"
     echo "the cluster is up at $host:$port; submit with: scripts/launch_ray.sh submit -- --config ..."
     ;;
@@ -213,7 +215,11 @@ case $verb in
     ;;
   submit)
     (($#)) || fail "submit needs the arguments of train_ppo.py behind --, as in: submit -- --config configs/qwen3-4b_8gpu.yaml"
-    [[ -n $address ]] || address=$(known dashboard)
+    if [[ -z $address ]]; then
+      address=$(known dashboard)
+      # Ray tells a job the address of whatever cluster was started last on its machine
+      [[ " $*" == *" --ray-address"* ]] || set -- "$@" --ray-address "$(known cluster)"
+    fi
     [[ -n $address ]] || fail "no cluster was started here ($state_file). Start one by \`launch_ray.sh head\`, or give --address"
     need_token submit
     submit_job "$address" "$@"

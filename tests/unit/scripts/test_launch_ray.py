@@ -141,11 +141,13 @@ def test_submit_uploads_the_repository_and_ends_with_the_exit_code_of_the_job(la
     head, _, tail = submitted.partition(" --submission-id ")
     name, _, tail = tail.partition(" ")
     assert head == "job submit --address http://127.0.0.1:9000"
-    assert tail == f"--working-dir {ROOT} -- python scripts/train_ppo.py --config a b.yaml"
+    assert tail == f"--working-dir {ROOT} -- python scripts/train_ppo.py --config a b.yaml --ray-address 127.0.0.1:6379"
     assert asked == f"python - http://127.0.0.1:9000 {name}"
     assert "behind --" in launch("submit", *state).stderr
     assert launch("submit", "--address", "http://10.0.0.1:1", *state, "--", "--seed", "1").returncode == 7
-    assert launch.calls[-2].startswith("job submit --address http://10.0.0.1:1 ")
+    assert launch.calls[-2].startswith("job submit --address http://10.0.0.1:1 ") and "--ray-address" not in launch.calls[-2]
+    assert launch("submit", *state, "--", "--ray-address", "10.0.0.2:1").returncode == 7
+    assert launch.calls[-2].endswith("train_ppo.py --ray-address 10.0.0.2:1")
 
 
 @pytest.mark.parametrize("words", [(), ("start",), ("head", "--ports", "1"), ("head", "--port"), ("stop", "now")])
