@@ -88,8 +88,8 @@ def _merged(batch: RolloutBatch, part: ColumnPart | None, stats: Stats) -> tuple
 
 def _whole(role: MegatronRole, local: Callable[[torch.nn.Parameter], torch.Tensor]) -> Tensors:
     """A tensor per parameter as whole HF tensors, from the shards of all ranks; without the product's own exporter."""
-    mine = {
-        rule.megatron: (rule, split_place(rule), local(parameter).detach().float().numpy().copy())
+    mine = {  # of clones: the memory that numpy has seen cannot be given back, as an offload does
+        rule.megatron: (rule, split_place(rule), local(parameter).detach().clone().float().numpy())
         for rule, parameter in converted_parameters(role.models, role.table, role.layout)
     }
     shards: dict[str, dict[int, torch.Tensor]] = {}
