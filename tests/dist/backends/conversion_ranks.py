@@ -3,6 +3,7 @@
 from typing import Literal
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from slime_ppo.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from slime_ppo.backends.megatron.role import MegatronRole
@@ -21,9 +22,17 @@ def load_and_save(case: Case, source: str, out: str, loader: Loader) -> None:
         else:
             _load_by_megatron(role, f"{source}/{name}/iter_0000000")
         if loader == "megatron, stacked layers":
-            dist_checkpointing.save(_state(role, stacked=True), f"{out}/{name}")
+            _save_by_megatron(role, f"{out}/{name}")
         else:
             save_checkpoint(role, f"{out}/{name}", in_background=False)
+
+
+def _save_by_megatron(role: MegatronRole, folder: str) -> None:
+    dist_checkpointing.save(_state(role, stacked=True), folder)
+    # its writer starts a process that holds a queue, and lets it live as long as the rank, whose end it would not notice
+    queue, filesystem_async._results_queue = filesystem_async._results_queue, None
+    if queue is not None:
+        queue._manager.shutdown()
 
 
 def _load_by_megatron(role: MegatronRole, folder: str) -> None:
